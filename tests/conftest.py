@@ -1,0 +1,46 @@
+"""Shared fixtures: golden files and the committed data."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+DATA = Path(__file__).parent / "data"
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite the golden files")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``golden(name, text)``: text must equal tests/golden/name, or rewrites it under --update-golden."""
+
+    def compare(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        assert path.exists(), f"no golden file {name}: run pytest --update-golden and read the diff"
+        assert text == path.read_text()
+
+    return compare
+
+
+@pytest.fixture(scope="session")
+def paper_profiles() -> dict[str, Any]:
+    """Profiles and bubble rates published in arXiv 2401.10241."""
+    return json.loads((DATA / "paper_profiles.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def peer_schedules() -> dict[str, Any]:
+    """Spans and makespans of the peer's orders."""
+    return json.loads((DATA / "peer_schedules.json").read_text())

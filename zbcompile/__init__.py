@@ -1,0 +1,22 @@
+"""zbcompile: pipeline-parallel training with provably best orders. See README.md.
+
+Nothing here imports torch until `compile` or a runtime name is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zbcompile.api import Pipeline, Stage, compile
+
+__all__ = ["Pipeline", "Stage", "compile"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from zbcompile import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'zbcompile' has no attribute {name!r}")

@@ -1,0 +1,197 @@
+"""What stages and links cost. Integers throughout: nanoseconds and bytes.
+
+Integers make the integer program exact, JSON exact, and tests able to compare with ``==``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from zbcompile.errors import UsageError
+
+__all__ = ["Edge", "Link", "Profile", "StageCost"]
+
+
+def _check_amounts(owner: object, names: Sequence[str]) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise UsageError(
+                f"{type(owner).__name__}.{name} must be a non-negative integer",
+                given=value,
+                fix="give nanoseconds or bytes as whole numbers",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What one microbatch costs on one stage.
+
+    forward_ns, backward_input_ns, backward_weight_ns : times of F, B and W.
+    full_backward_ns : time of a fused BW. Less than B + W where fusing saves a collective.
+    saved_bytes : M_B, held from the start of F until B (or BW) ends.
+    saved_for_weight_bytes : M_W, held from the end of B until W ends. May exceed M_B (recompute).
+    static_bytes : parameters, gradients, optimizer state: held all the time, counted in the cap.
+    variants : other ways to run this stage (for instance with recompute), to choose from
+        when memory binds. A variant has no variants of its own and keeps ``static_bytes``.
+    """
+
+    forward_ns: int
+    backward_input_ns: int
+    backward_weight_ns: int
+    full_backward_ns: int
+    saved_bytes: int
+    saved_for_weight_bytes: int
+    static_bytes: int = 0
+    name: str = ""
+    variants: tuple[StageCost, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_amounts(
+            self,
+            (
+                "forward_ns",
+                "backward_input_ns",
+                "backward_weight_ns",
+                "full_backward_ns",
+                "saved_bytes",
+                "saved_for_weight_bytes",
+                "static_bytes",
+            ),
+        )
+        for variant in self.variants:
+            if variant.variants:
+                raise UsageError("a variant of a stage cannot have variants", where=variant.name or self.name)
+
+    @staticmethod
+    def simple(
+        forward_ns: int,
+        backward_input_ns: int,
+        backward_weight_ns: int,
+        saved_bytes: int = 2,
+        saved_for_weight_bytes: int = 1,
+    ) -> StageCost:
+        """A stage whose fused backward saves nothing: BW = B + W."""
+        return StageCost(
+            forward_ns,
+            backward_input_ns,
+            backward_weight_ns,
+            backward_input_ns + backward_weight_ns,
+            saved_bytes,
+            saved_for_weight_bytes,
+        )
+
+    @property
+    def work_ns(self) -> int:
+        """F + B + W of one microbatch."""
+        return self.forward_ns + self.backward_input_ns + self.backward_weight_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A flow of tensors from one stage to a later one, per microbatch.
+
+    forward_bytes : size of the activation message. backward_bytes : size of its gradient.
+    has_gradient : False when nothing flows back (integers, masks, frozen producers).
+    """
+
+    source: int
+    target: int
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    has_gradient: bool = True
+
+    def __post_init__(self) -> None:
+        _check_amounts(self, ("source", "target", "forward_bytes", "backward_bytes"))
+        if self.source >= self.target:
+            raise UsageError("an edge goes from a stage to a later one", given=(self.source, self.target))
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A directed connection between two ranks. ``bytes_per_second == 0`` means size costs nothing."""
+
+    latency_ns: int = 0
+    bytes_per_second: int = 0
+
+    def __post_init__(self) -> None:
+        _check_amounts(self, ("latency_ns", "bytes_per_second"))
+
+    def transfer_ns(self, num_bytes: int) -> int:
+        """Latency plus size over bandwidth, rounded up to a whole nanosecond."""
+        if self.bytes_per_second == 0 or num_bytes == 0:
+            return self.latency_ns
+        return self.latency_ns + -(-num_bytes * 1_000_000_000 // self.bytes_per_second)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Costs of all stages, the edges between them, and the links between ranks.
+
+    edges : empty means the chain 0 -> 1 -> ... with messages of size zero.
+    link : for every pair of different ranks that ``links`` does not name. One rank to itself is free.
+    links : exceptions, sorted, as ((source rank, target rank), Link).
+    overhead_ns : host time that every compute action adds on its rank (calibrated by `rehearse`).
+    source : where the numbers come from, for people ("measured on cpu", "arXiv 2401.10241").
+    """
+
+    stages: tuple[StageCost, ...]
+    edges: tuple[Edge, ...] = ()
+    link: Link = field(default_factory=Link)
+    links: tuple[tuple[tuple[int, int], Link], ...] = ()
+    overhead_ns: int = 0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise UsageError("a profile needs at least one stage")
+        _check_amounts(self, ("overhead_ns",))
+        if not self.edges:
+            object.__setattr__(self, "edges", tuple(Edge(s, s + 1) for s in range(len(self.stages) - 1)))
+        last = len(self.stages) - 1
+        for edge in self.edges:
+            if edge.target > last:
+                raise UsageError("an edge names a stage that does not exist", given=edge.target, needed=f"<= {last}")
+        ordered = tuple(sorted(self.edges, key=lambda e: (e.source, e.target)))
+        pairs = [(e.source, e.target) for e in ordered]
+        if len(set(pairs)) != len(pairs):
+            raise UsageError("two edges join the same pair of stages", fix="add their bytes into one edge")
+        object.__setattr__(self, "edges", ordered)
+        object.__setattr__(self, "links", tuple(sorted(self.links, key=lambda item: item[0])))
+
+    @staticmethod
+    def uniform(stage: StageCost, num_stages: int, latency_ns: int = 0, source: str = "") -> Profile:
+        """The same cost on every stage, the chain of edges, one latency for all links."""
+        return Profile((stage,) * num_stages, link=Link(latency_ns), source=source)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.stages)
+
+    def link_between(self, source_rank: int, target_rank: int) -> Link:
+        """The link between two ranks; free within one rank."""
+        if source_rank == target_rank:
+            return _FREE
+        for pair, link in self.links:
+            if pair == (source_rank, target_rank):
+                return link
+        return self.link
+
+    def choose(self, variants: Sequence[int]) -> Profile:
+        """The profile with one variant fixed per stage: 0 is the stage itself, k its k-th variant."""
+        if len(variants) != len(self.stages):
+            raise UsageError("one variant per stage", needed=len(self.stages), given=len(variants))
+        chosen = []
+        for index, (stage, k) in enumerate(zip(self.stages, variants, strict=True)):
+            if not 0 <= k <= len(stage.variants):
+                raise UsageError(
+                    f"stage {index} has no variant {k}", needed=f"0 to {len(stage.variants)}", given=k
+                )
+            picked = stage if k == 0 else stage.variants[k - 1]
+            chosen.append(replace(picked, variants=(), static_bytes=stage.static_bytes))
+        return replace(self, stages=tuple(chosen))
+
+
+_FREE = Link()

@@ -1,0 +1,107 @@
+"""One small tree of errors. Each says what, where, needed against given, and what to change."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CaptureError",
+    "CheckError",
+    "CutError",
+    "FormatError",
+    "InfeasibleError",
+    "NoOrderError",
+    "PipelineError",
+    "ShapeError",
+    "SplitError",
+    "UsageError",
+    "ZBCompileError",
+]
+
+
+class ZBCompileError(Exception):
+    """Base of every error that this package raises on purpose.
+
+    Parameters
+    ----------
+    what : one sentence: what cannot be done.
+    where : rank, stage, microbatch, parameter, source line or file, as far as known.
+    needed, given : the two sides of a failed comparison, in the same unit.
+    fix : what the reader can change.
+
+    ``exit_code`` is what the command line ends with (documented in the README).
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str = "",
+        needed: object = None,
+        given: object = None,
+        fix: str = "",
+    ) -> None:
+        self.what, self.where, self.needed, self.given, self.fix = what, where, needed, given, fix
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        lines = [f"{self.what} ({self.where})" if self.where else self.what]
+        if self.needed is not None or self.given is not None:
+            lines.append(f"needed: {self.needed}; given: {self.given}")
+        if self.fix:
+            lines.append(f"to fix: {self.fix}")
+        return "\n  ".join(lines)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keep the keyword parts when an error crosses a process boundary."""
+        return _rebuild, (type(self), self.what, self.where, self.needed, self.given, self.fix)
+
+
+def _rebuild(
+    cls: type[ZBCompileError], what: str, where: str, needed: object, given: object, fix: str
+) -> ZBCompileError:
+    return cls(what, where=where, needed=needed, given=given, fix=fix)
+
+
+class UsageError(ZBCompileError):
+    """An argument that cannot be meant: unknown name, wrong count, wrong type."""
+
+    exit_code = 2
+
+
+class FormatError(UsageError):
+    """A file that is broken, foreign or of another version."""
+
+
+class CheckError(ZBCompileError):
+    """A schedule that is incomplete, out of order, deadlocks or exceeds a cap."""
+
+
+class InfeasibleError(ZBCompileError):
+    """No order fits under the cap."""
+
+
+class NoOrderError(ZBCompileError):
+    """The time limit passed before any order was found."""
+
+    exit_code = 3
+
+
+class CaptureError(ZBCompileError):
+    """The model cannot be captured as one graph."""
+
+
+class CutError(ZBCompileError):
+    """The graph cannot be cut into the stages asked for."""
+
+
+class SplitError(ZBCompileError):
+    """A stage's backward cannot be split into B and W."""
+
+
+class ShapeError(ZBCompileError):
+    """A tensor whose shape, dtype or stride is not the one compiled for."""
+
+
+class PipelineError(ZBCompileError):
+    """A step that failed on some rank: the same error is raised on every surviving rank."""
