@@ -1,0 +1,51 @@
+# make demo | make test | make lint | make models | make clean
+# Everything runs in a virtual environment made here from constraints.txt.
+#   make test TORCH=2.14.1     the same with another torch, in its own environment
+#   make test PYTHON=python3   with another interpreter (3.11 or newer)
+#   make test JOBS=4           test processes
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH ?= 2.13.0
+JOBS ?= 2
+PYTEST_ARGS ?=
+
+VENV := $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-$(TORCH))
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready-$(TORCH)
+
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test lint models install wheel clean
+
+install: $(READY)
+
+$(READY): constraints.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python found: install Python 3.11 or give PYTHON=" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt setuptools wheel build torch==$(TORCH)
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[test,lint]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/zbcompile demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check zbcompile passes tests examples benchmarks
+	$(BIN)/ruff format --check zbcompile passes tests examples benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+models: $(READY)
+	$(BIN)/python -m pytest -n $(JOBS) tests/test_models.py -rA $(PYTEST_ARGS)
+
+wheel: $(READY)
+	$(BIN)/python -m build --no-isolation --outdir dist
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
