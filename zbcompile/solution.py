@@ -18,7 +18,8 @@ class Certificate:
 
     value_ns : span or makespan of the order, as `simulate` gives it.
     bound_ns : no order of this problem is shorter.
-    method : what proved the bound: ``window_chain``, ``enclosing_pair``, ``crossing``, ``area``, ``work``, ``cp_sat``, ...
+    method : what proved the bound: ``window_chain``, ``enclosing_pair``, ``crossing``,
+        ``area``, ``work``, ``cp_sat``, ...
     witness : the bound's evidence: plain JSON values (rank, windows, pair, terms of the sum).
     """
 

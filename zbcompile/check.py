@@ -1,0 +1,250 @@
+"""The only judge of a schedule: complete, in dependency order, free of deadlock, under the caps."""
+
+from __future__ import annotations
+
+from zbcompile.errors import CheckError, InfeasibleError
+from zbcompile.events import EventGraph, Message, describe_wait
+from zbcompile.ir import Action, Kind, Schedule
+from zbcompile.problem import Problem
+from zbcompile.simulate import memory_after
+
+__all__ = ["check", "faults", "least_cap"]
+
+_FUSED = (Kind.FULL_BACKWARD,)
+_SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_BEFORE = {
+    Kind.BACKWARD_INPUT: (Kind.FORWARD,),
+    Kind.FULL_BACKWARD: (Kind.FORWARD,),
+    Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_INPUT,),
+}
+
+
+def check(schedule: Schedule, problem: Problem) -> None:
+    """Raise `CheckError` with the first fault; return when there is none."""
+    for fault in faults(schedule, problem):
+        raise fault
+
+
+def faults(schedule: Schedule, problem: Problem) -> list[CheckError]:
+    """All faults of the first stage of judgement that finds any.
+
+    Stages: shape (placement, rows), completeness, order on each rank, message order, deadlock, memory.
+    A later stage is only meaningful where the earlier ones found nothing.
+    """
+    for stage in (_shape, _complete, _rank_order, _message_order, _deadlock, _memory):
+        found = stage(schedule, problem)
+        if found:
+            return found
+    return []
+
+
+def _shape(schedule: Schedule, problem: Problem) -> list[CheckError]:
+    if schedule.placement != problem.placement:
+        return [
+            CheckError(
+                "the schedule's placement is not the problem's",
+                needed=list(problem.placement.rank_of),
+                given=list(schedule.placement.rank_of),
+            )
+        ]
+    if schedule.num_microbatches != problem.num_microbatches:
+        return [
+            CheckError(
+                "the schedule has another number of microbatches than the problem",
+                needed=problem.num_microbatches,
+                given=schedule.num_microbatches,
+            )
+        ]
+    if len(schedule.order) != schedule.num_ranks:
+        return [
+            CheckError("one row of actions per rank", needed=schedule.num_ranks, given=len(schedule.order))
+        ]
+    return []
+
+
+def _complete(schedule: Schedule, problem: Problem) -> list[CheckError]:
+    """Every (stage, microbatch) has F, and either BW or both B and W, once, on its own rank."""
+    found, seen = [], set()
+    for rank, position, action in schedule.actions():
+        where = f"rank {rank}, position {position}"
+        peer = action.peer if action.peer is not None else 0
+        if action.stage >= problem.num_stages or peer >= problem.num_stages:
+            found.append(
+                CheckError(
+                    f"{action} names a stage that does not exist",
+                    where=where,
+                    needed=f"< {problem.num_stages}",
+                )
+            )
+        elif action.microbatch >= problem.num_microbatches:
+            found.append(
+                CheckError(
+                    f"{action} names a microbatch that does not exist",
+                    where=where,
+                    needed=f"< {problem.num_microbatches}",
+                )
+            )
+        elif problem.placement.rank_of[action.stage] != rank:
+            home = problem.placement.rank_of[action.stage]
+            found.append(
+                CheckError(f"{action} stands on the wrong rank", where=where, fix=f"move it to rank {home}")
+            )
+        elif action in seen:
+            found.append(CheckError(f"{action} appears twice", where=where, fix="keep one of them"))
+        seen.add(action)
+    if found:
+        return found
+    for stage in range(problem.num_stages):
+        for microbatch in range(problem.num_microbatches):
+            found.extend(_missing(stage, microbatch, seen, problem))
+    return found
+
+
+def _missing(stage: int, microbatch: int, seen: set[Action], problem: Problem) -> list[CheckError]:
+    rank = problem.placement.rank_of[stage]
+    has = {kind: Action(kind, stage, microbatch) in seen for kind in Kind if kind.is_compute}
+    where = f"rank {rank}, stage {stage}, microbatch {microbatch}"
+    found = []
+    wanted = [Kind.FORWARD]
+    if has[Kind.FULL_BACKWARD]:
+        for kind in _SPLIT:
+            if has[kind]:
+                found.append(
+                    CheckError(
+                        f"{Action(kind, stage, microbatch)} stands beside a fused {stage}BW{microbatch}",
+                        where=where,
+                        fix="keep either B and W or BW",
+                    )
+                )
+    else:
+        wanted.extend(_SPLIT)
+    found.extend(
+        CheckError(
+            f"{Action(kind, stage, microbatch)} is missing", where=where, fix="add it to the rank's order"
+        )
+        for kind in wanted
+        if not has[kind]
+    )
+    return found
+
+
+def _rank_order(schedule: Schedule, problem: Problem) -> list[CheckError]:
+    """On one stage: F before B before W. Named here, before it would show up as a cycle."""
+    found = []
+    for rank, row in enumerate(schedule.order):
+        position = {action: k for k, action in enumerate(row)}
+        for action, k in position.items():
+            for kind in _BEFORE.get(action.kind, ()):
+                before = Action(kind, action.stage, action.microbatch)
+                if position[before] > k:
+                    found.append(
+                        CheckError(
+                            f"{action} stands before its {before}",
+                            where=f"rank {rank}, positions {k} and {position[before]}",
+                            fix=f"move {action} behind {before}",
+                        )
+                    )
+    return found
+
+
+def _message_order(schedule: Schedule, problem: Problem) -> list[CheckError]:
+    """Rule M: on every channel receives are posted in the order of the sends."""
+    if not schedule.has_communication:
+        return []
+    rank_of = problem.placement.rank_of
+    sent: dict[tuple[int, int], list[Message]] = {}
+    received: dict[tuple[int, int], list[Message]] = {}
+    for _, _, action in schedule.actions():
+        if action.kind.is_compute:
+            continue
+        message = Message.of(action)
+        channel = (rank_of[message.source], rank_of[message.target])
+        (sent if action.kind.is_send else received).setdefault(channel, []).append(message)
+    found = []
+    for channel in sorted(set(sent) | set(received)):
+        left, right = sent.get(channel, []), received.get(channel, [])
+        where = f"channel from rank {channel[0]} to rank {channel[1]}"
+        for message in left:
+            if message not in set(right):
+                found.append(CheckError(f"{message.send} is sent and never received", where=where))
+                return found
+        for message in right:
+            if message not in set(left):
+                found.append(CheckError(f"{message.recv} is received and never sent", where=where))
+                return found
+        for k, (a, b) in enumerate(zip(left, right, strict=True)):
+            if a != b:
+                found.append(
+                    CheckError(
+                        f"messages would be mixed up: send {k} is {a.send}, receive {k} is {b.recv}",
+                        where=where,
+                        fix="post the receives in the order of the sends",
+                    )
+                )
+                break
+    return found
+
+
+def _deadlock(schedule: Schedule, problem: Problem) -> list[CheckError]:
+    """Rule A: the event graph has no cycle."""
+    try:
+        graph = EventGraph.of(schedule, problem)
+    except CheckError as error:
+        return [error]
+    if graph.earliest() is not None:
+        return []
+    return [
+        CheckError("deadlock: " + describe_wait(graph), fix="break the circle: move one of these actions")
+    ]
+
+
+def _memory(schedule: Schedule, problem: Problem) -> list[CheckError]:
+    found: list[CheckError] = []
+    for rank, cap in enumerate(problem.caps):
+        if cap is None:
+            continue
+        for k, held in enumerate(memory_after(schedule, problem, rank)):
+            if held > cap:
+                action = schedule.order[rank][k]
+                found.append(
+                    CheckError(
+                        f"over the memory cap at {action}",
+                        where=f"rank {rank}, stage {action.stage}, microbatch {action.microbatch}",
+                        needed=f"{held} bytes",
+                        given=f"a cap of {cap} bytes",
+                        fix="start fewer forwards before it, or raise the cap",
+                    )
+                )
+                break
+    return found
+
+
+def least_cap(problem: Problem, rank: int) -> int:
+    """The smallest cap under which a rank can run at all: one microbatch at a time.
+
+    Every stage of the rank must have its forward held before the last one's backward can start
+    only if a path leads from one to the other; with one microbatch in flight all of them do in
+    a chain, so the need is the sum of M_B, or, going down, the M_B left plus the M_W of the stage
+    that has just finished B.
+    """
+    stages = [problem.profile.stages[s] for s in problem.placement.stages_of(rank)]
+    held = sum(s.saved_bytes for s in stages)
+    need = held
+    for stage in reversed(stages):
+        held -= stage.saved_bytes
+        need = max(need, held + stage.saved_for_weight_bytes)
+    return problem.static_bytes(rank) + need
+
+
+def require_feasible(problem: Problem) -> None:
+    """Raise `InfeasibleError` naming the first rank whose cap is below its least, and that least."""
+    for rank, cap in enumerate(problem.caps):
+        needed = least_cap(problem, rank)
+        if cap is not None and cap < needed:
+            raise InfeasibleError(
+                "the memory cap is below what one microbatch needs",
+                where=f"rank {rank}",
+                needed=f"{needed} bytes (of them {problem.static_bytes(rank)} static)",
+                given=f"{cap} bytes",
+                fix=f"raise the cap of rank {rank} to {needed} bytes, use smaller microbatches, or recompute",
+            )

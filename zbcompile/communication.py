@@ -1,0 +1,91 @@
+"""Where sends and receives go in an order, so that no timing can make the step hang.
+
+Rules (proved by the event graph of `zbcompile.events`):
+
+* A send is posted right after the action that produces it; where several leave at once, in the
+  order of their target stages.
+* Receives of a channel (a directed pair of ranks) are posted in the order in which the *sender*
+  sends, never in the order of use.
+* ``async`` and ``rendezvous``: the receive of a channel's k-th message is posted right after the
+  action that used message k - depth, and in any case before the first use of a later message.
+* ``batched``: the receive is posted right before its use, next to the sends of the action before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zbcompile.errors import CheckError
+from zbcompile.events import Message, messages_of
+from zbcompile.ir import Action, Kind, Schedule
+from zbcompile.problem import Problem
+
+__all__ = ["RECEIVE_DEPTH", "insert_communication"]
+
+RECEIVE_DEPTH = 2
+"""Receives posted ahead per channel. Two cost no time against unbounded buffers (docs/runtime.md)."""
+
+_GRADIENT = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)
+
+
+def insert_communication(schedule: Schedule, problem: Problem, depth: int = RECEIVE_DEPTH) -> Schedule:
+    """A compute order with its sends and receives put in.
+
+    ``0F0 | 1F0 -->  0F0 0SF0>1 | 1RF0<0 1F0``
+    """
+    schedule = schedule.compute_only()
+    position = {a: (rank, k) for rank, k, a in schedule.actions()}
+    sends: dict[Action, list[Message]] = {}
+    channels: dict[tuple[int, int], list[tuple[int, Message]]] = {}
+    users: dict[Message, int] = {}
+    rank_of = problem.placement.rank_of
+    for _, message in messages_of(problem):
+        producer = _find(message, message.source, position)
+        user = _find(message, message.target, position)
+        sends.setdefault(producer, []).append(message)
+        channel = (rank_of[message.source], rank_of[message.target])
+        channels.setdefault(channel, []).append((position[producer][1], message))
+        users[message] = position[user][1]
+    receives: list[dict[int, list[Action]]] = [{} for _ in schedule.order]
+    for (_, target), sent in sorted(channels.items()):
+        ordered = [m for _, m in sorted(sent, key=lambda item: (item[0], item[1].target))]
+        lead = 0 if problem.transport == "batched" else depth
+        for slot, message in zip(_post_slots([users[m] for m in ordered], lead), ordered, strict=True):
+            receives[target].setdefault(slot, []).append(message.recv)
+    order = []
+    for rank, row in enumerate(schedule.order):
+        line: list[Action] = list(receives[rank].get(0, ()))
+        for k, action in enumerate(row):
+            line.append(action)
+            line.extend(m.send for m in sorted(sends.get(action, ()), key=lambda m: m.target))
+            line.extend(receives[rank].get(k + 1, ()))
+        order.append(line)
+    return Schedule.of(schedule.placement, schedule.num_microbatches, order)
+
+
+def _find(message: Message, stage: int, position: dict[Action, tuple[int, int]]) -> Action:
+    kinds = _GRADIENT if message.backward else (Kind.FORWARD,)
+    for kind in kinds:
+        action = Action(kind, stage, message.microbatch)
+        if action in position:
+            return action
+    raise CheckError(
+        f"{Action(kinds[0], stage, message.microbatch)} is missing",
+        where=f"needed for {message}",
+        fix="add it to its rank's order",
+    )
+
+
+def _post_slots(uses: Sequence[int], depth: int) -> list[int]:
+    """For each message of a channel, before which compute position its receive is posted.
+
+    ``uses[k]`` is the position that needs message k. Slots never decrease, and none is after the
+    use of its own or any later message.
+    """
+    latest, slots = list(uses), []
+    for k in range(len(latest) - 2, -1, -1):
+        latest[k] = min(latest[k], latest[k + 1])
+    for k, last in enumerate(latest):
+        wanted = last if depth == 0 else (0 if k < depth else uses[k - depth] + 1)
+        slots.append(max(min(wanted, last), slots[-1] if slots else 0))
+    return slots
