@@ -82,7 +82,8 @@ def _post_slots(uses: Sequence[int], depth: int) -> list[int]:
     ``uses[k]`` is the position that needs message k. Slots never decrease, and none is after the
     use of its own or any later message.
     """
-    latest, slots = list(uses), []
+    latest: list[int] = list(uses)
+    slots: list[int] = []
     for k in range(len(latest) - 2, -1, -1):
         latest[k] = min(latest[k], latest[k + 1])
     for k, last in enumerate(latest):
