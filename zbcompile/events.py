@@ -91,6 +91,7 @@ class EventGraph:
         self.where: list[tuple[int, int]] = []
         self.messages: list[Message | None] = []
         self._of_action: dict[Action, int] = {}
+        self._sorted: list[int] | None = None
         self._add_actions()
         if schedule.has_communication:
             self._add_transfers()
@@ -222,7 +223,9 @@ class EventGraph:
                 self._edge(self._of_action[message.recv], node, 0)
 
     def _order(self) -> list[int]:
-        """Topological order; shorter than the number of nodes when there is a cycle."""
+        """Topological order, made once; shorter than the number of nodes when there is a cycle."""
+        if self._sorted is not None:
+            return self._sorted
         waits = [0] * len(self.duration)
         for edges in self.successors:
             for after, _ in edges:
@@ -233,6 +236,7 @@ class EventGraph:
                 waits[after] -= 1
                 if waits[after] == 0:
                     order.append(after)
+        self._sorted = order
         return order
 
     def earliest(self) -> list[int] | None:

@@ -39,26 +39,21 @@ class Kind(enum.Enum):
     RECV_B = "recv_b"
 
     letter: str
+    is_compute: bool
+    """True for F, B, W and BW."""
+    is_send: bool
+    """True for a send of an activation or of a gradient."""
+    is_recv: bool
+    """True for a receive of an activation or of a gradient."""
 
-    @property
-    def is_compute(self) -> bool:
-        """True for F, B, W and BW."""
-        return self in _COMPUTE
-
-    @property
-    def is_send(self) -> bool:
-        """True for a send of an activation or of a gradient."""
-        return self in (Kind.SEND_F, Kind.SEND_B)
-
-    @property
-    def is_recv(self) -> bool:
-        """True for a receive of an activation or of a gradient."""
-        return self in (Kind.RECV_F, Kind.RECV_B)
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is slow Python code
 
 
 for _kind, _letter in zip(Kind, ("F", "B", "W", "BW", "SF", "RF", "SB", "RB"), strict=True):
     _kind.letter = _letter
-_COMPUTE = frozenset(list(Kind)[:4])
+    _kind.is_compute = not _letter.startswith(("S", "R"))
+    _kind.is_send = _letter.startswith("S")
+    _kind.is_recv = _letter.startswith("R")
 _BY_LETTER = {kind.letter: kind for kind in Kind}
 _ACTION_TEXT = re.compile(r"(\d{1,7})(BW|SF|RF|SB|RB|F|B|W)(\d{1,7})(?:([<>])(\d{1,7}))?")
 
