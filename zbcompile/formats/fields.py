@@ -1,0 +1,229 @@
+"""JSON in and out: strict reading, typed access that names the place of a fault, stable, readable bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NoReturn, TypeVar
+
+from zbcompile.errors import FormatError, UsageError
+
+__all__ = ["MAX_AMOUNT", "Fields", "format_json", "guarded", "integer", "items", "parse_json", "plain"]
+
+MAX_AMOUNT = (1 << 53) - 1
+"""Largest integer in a file: beyond it, other JSON readers lose digits. As nanoseconds, 104 days."""
+
+_MAX_TEXT = 1000
+_MAX_DEPTH = 16
+_LINE = 110
+T = TypeVar("T")
+
+
+def parse_json(text: str, where: str) -> object:
+    """Parse JSON strictly: no NaN or Infinity, no key twice. Raises `FormatError`."""
+
+    def constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not JSON")
+
+    def pairs(entries: list[tuple[str, object]]) -> dict[str, object]:
+        result = dict(entries)
+        if len(result) != len(entries):
+            keys = [key for key, _ in entries]
+            raise ValueError(f"key {next(k for k in keys if keys.count(k) > 1)[:40]!r} appears twice")
+        return result
+
+    try:
+        return json.loads(text, parse_constant=constant, object_pairs_hook=pairs)
+    except json.JSONDecodeError as error:
+        line = f"{where}, line {error.lineno}, column {error.colno}"
+        raise FormatError(f"not JSON: {error.msg}", where=line) from None
+    except RecursionError:
+        raise FormatError("not readable: nested too deeply", where=where) from None
+    except ValueError as error:
+        raise FormatError(f"not JSON: {str(error)[:200]}", where=where) from None
+
+
+def format_json(value: object) -> str:
+    """JSON text with stable bytes: keys in the order given, one line where it fits, long lists filled."""
+    return _render(value, 0) + "\n"
+
+
+def _render(value: object, indent: int) -> str:
+    compact = json.dumps(value, allow_nan=False)
+    if len(compact) + indent <= _LINE or not isinstance(value, (dict, list)):
+        return compact
+    pad = " " * (indent + 1)
+    if isinstance(value, dict):
+        body = ",\n".join(f"{pad}{json.dumps(k)}: {_render(v, indent + 1)}" for k, v in value.items())
+        return "{\n" + body + "\n" + " " * indent + "}"
+    return "[\n" + ",\n".join(_fill(value, indent + 1)) + "\n" + " " * indent + "]"
+
+
+def _fill(values: Sequence[object], indent: int) -> Iterator[str]:
+    pad, line = " " * indent, ""
+    for value in values:
+        text = _render(value, indent)
+        if line and ("\n" in text or len(line) + len(text) + 2 > _LINE):
+            yield line
+            line = ""
+        line = f"{line}, {text}" if line else pad + text
+        if "\n" in text:
+            yield line
+            line = ""
+    if line:
+        yield line
+
+
+def guarded(build: Callable[[], T], where: str) -> T:
+    """Run a constructor; its `UsageError` becomes a `FormatError` with the place in the file."""
+    try:
+        return build()
+    except FormatError:
+        raise
+    except UsageError as error:
+        place = f"{where}, {error.where}" if error.where else where
+        raise FormatError(
+            error.what, where=place, needed=error.needed, given=error.given, fix=error.fix
+        ) from None
+
+
+def integer(value: object, where: str, *, low: int = 0, high: int = MAX_AMOUNT) -> int:
+    """A whole number in a range; true, 1.0 and "1" are none."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise FormatError("expected a whole number", where=where, given=_short(value))
+    if not low <= value <= high:
+        raise FormatError("number out of range", where=where, needed=f"{low} to {high}", given=_short(value))
+    return value
+
+
+def items(value: object, where: str, *, high: int) -> list[object]:
+    """A list with a bounded number of entries."""
+    if not isinstance(value, list):
+        raise FormatError("expected a list", where=where, given=_short(value))
+    if len(value) > high:
+        raise FormatError("too many entries", where=where, needed=f"at most {high}", given=len(value))
+    return value
+
+
+def plain(value: object, where: str, depth: int = 0) -> object:
+    """Any JSON value made of printable text, finite numbers and bounded nesting, unchanged."""
+    if depth > _MAX_DEPTH:
+        raise FormatError("nested too deeply", where=where, needed=f"at most {_MAX_DEPTH} levels")
+    if isinstance(value, str):
+        return _text(value, where)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise FormatError("expected a finite number", where=where, given=value)
+    if isinstance(value, (list, tuple)):
+        return [plain(entry, where, depth + 1) for entry in value]
+    if isinstance(value, Mapping):
+        return {_text(key, where): plain(entry, where, depth + 1) for key, entry in value.items()}
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    raise FormatError("not a JSON value", where=where, given=type(value).__name__)
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise FormatError("expected text", where=where, given=_short(value))
+    if len(value) > _MAX_TEXT or not value.isprintable():
+        raise FormatError(
+            "expected printable text", where=where, needed=f"at most {_MAX_TEXT} characters, none of control"
+        )
+    return value
+
+
+def _short(value: object) -> str:
+    text = ascii(value) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+class Fields:
+    """The fields of one JSON object. ``done`` refuses those that nobody asked for."""
+
+    def __init__(self, value: object, where: str) -> None:
+        if not isinstance(value, dict):
+            raise FormatError("expected an object", where=where, given=_short(value))
+        self.where = where
+        self._left: dict[str, object] = dict(value)
+
+    def at(self, name: str) -> str:
+        """The place of a field, for messages."""
+        return f"{self.where}.{name}" if self.where else name
+
+    def take(self, name: str) -> object:
+        """A field that must be there."""
+        if name not in self._left:
+            raise FormatError(f"field {name!r} is missing", where=self.where)
+        return self._left.pop(name)
+
+    def optional(self, name: str) -> object:
+        """A field, or None when it is absent or null."""
+        return self._left.pop(name, None)
+
+    def has(self, name: str) -> bool:
+        """Whether a field is there and not yet read."""
+        return name in self._left
+
+    def integer(self, name: str, default: int | None = None, *, low: int = 0, high: int = MAX_AMOUNT) -> int:
+        """A whole number; without a default it must be there."""
+        if default is not None and name not in self._left:
+            return default
+        return integer(self.take(name), self.at(name), low=low, high=high)
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """Printable text of at most 1000 characters."""
+        if default is not None and name not in self._left:
+            return default
+        return _text(self.take(name), self.at(name))
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self._left.pop(name, default)
+        if not isinstance(value, bool):
+            raise FormatError("expected true or false", where=self.at(name), given=_short(value))
+        return value
+
+    def list(self, name: str, *, high: int) -> list[object]:
+        """A list with a bounded number of entries; empty when absent or null."""
+        value = self._left.pop(name, None)
+        return [] if value is None else items(value, self.at(name), high=high)
+
+    def one_of(self, name: str, choices: Sequence[str], default: str) -> str:
+        """One of some words."""
+        value = self.text(name, default)
+        if value not in choices:
+            raise FormatError(
+                f"unknown {name} {_short(value)}", where=self.where, needed=" or ".join(choices)
+            )
+        return value
+
+    def header(self, name: str, version: int) -> None:
+        """The fields ``format`` and ``version``."""
+        given = self._left.pop("format", None)
+        if given != name:
+            raise FormatError(
+                f"not a {name} file",
+                where=self.where,
+                needed=f'"format": "{name}"',
+                given=_short(given),
+                fix="give the file to the command that reads its format",
+            )
+        number = self.take("version")
+        if isinstance(number, bool) or number != version:
+            raise FormatError(
+                "this version of the format is not known",
+                where=self.at("version"),
+                needed=version,
+                given=_short(number),
+                fix="write the file again with this zbcompile, or update zbcompile",
+            )
+
+    def done(self) -> None:
+        """Refuse fields that were not read."""
+        if self._left:
+            raise FormatError(
+                f"unknown field {_short(next(iter(self._left)))}",
+                where=self.where,
+                fix="remove it or correct its name; `zbcompile schema` prints the fields",
+            )

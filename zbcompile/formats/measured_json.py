@@ -1,0 +1,78 @@
+"""A measured timeline, format ``zbcompile.measured`` version 1: when every action began and ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from zbcompile.errors import FormatError
+from zbcompile.formats.fields import MAX_AMOUNT, Fields, format_json, integer, items, parse_json
+from zbcompile.formats.profile_json import MAX_STAGES
+from zbcompile.formats.schedule_json import action_from, action_to
+from zbcompile.ir import MAX_COUNT, Action, Kind
+
+__all__ = ["NAME", "Measured", "dumps", "loads"]
+
+NAME = "zbcompile.measured"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one step really took.
+
+    ranks : per rank, (action, start_ns, end_ns) in the order executed, on one clock for all ranks; its zero
+        is the first start.
+    source : where it was measured, for people.
+    """
+
+    ranks: tuple[tuple[tuple[Action, int, int], ...], ...]
+    source: str = ""
+
+    @staticmethod
+    def of(ranks: Sequence[Iterable[tuple[Action, int, int]]], source: str = "") -> Measured:
+        """Build from times on any common clock; the first start becomes zero."""
+        rows = [list(row) for row in ranks]
+        zero = min((start for row in rows for _, start, _ in row), default=0)
+        return Measured(
+            tuple(tuple((action, start - zero, end - zero) for action, start, end in row) for row in rows),
+            source,
+        )
+
+    @property
+    def makespan_ns(self) -> int:
+        """Last end of a compute action."""
+        return max((end for row in self.ranks for a, _, end in row if a.kind.is_compute), default=0)
+
+    def busy_ns(self, rank: int) -> int:
+        """Time of the rank's compute actions."""
+        return sum(end - start for action, start, end in self.ranks[rank] if action.kind.is_compute)
+
+
+def dumps(measured: Measured) -> str:
+    """The text of a measured timeline."""
+    rows = [[[action_to(action), start, end] for action, start, end in row] for row in measured.ranks]
+    return format_json({"format": NAME, "version": VERSION, "source": measured.source, "ranks": rows})
+
+
+def loads(text: str, where: str = "measured timeline") -> Measured:
+    """Read a measured timeline. Raises `FormatError` naming the entry."""
+    fields = Fields(parse_json(text, where), where)
+    fields.header(NAME, VERSION)
+    rows = items(fields.take("ranks"), fields.at("ranks"), high=MAX_STAGES)
+    ranks = []
+    for rank, row in enumerate(rows):
+        place = f"{fields.at('ranks')}[{rank}]"
+        entries = items(row, place, high=len(Kind) * MAX_COUNT)
+        ranks.append(tuple(_event(entry, f"{place}[{k}]") for k, entry in enumerate(entries)))
+    result = Measured(tuple(ranks), fields.text("source", ""))
+    fields.done()
+    return result
+
+
+def _event(value: object, where: str) -> tuple[Action, int, int]:
+    if not isinstance(value, list) or len(value) != 3:
+        raise FormatError("expected [action, start_ns, end_ns]", where=where)
+    action = action_from(value[0], where, MAX_STAGES, MAX_COUNT)
+    start = integer(value[1], f"{where} (start_ns)")
+    return action, start, integer(value[2], f"{where} (end_ns)", low=start, high=MAX_AMOUNT)

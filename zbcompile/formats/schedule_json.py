@@ -1,0 +1,209 @@
+"""Schedules as JSON, format ``zbcompile.schedule`` version 1: an order, its problem and its certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from zbcompile.errors import FormatError
+from zbcompile.formats.fields import Fields, format_json, guarded, integer, items, parse_json, plain
+from zbcompile.formats.profile_json import (
+    MAX_STAGES,
+    caps_from,
+    check_amount,
+    placement_from,
+    profile_from,
+    profile_to,
+)
+from zbcompile.ir import MAX_COUNT, Action, Kind, Placement, Schedule
+from zbcompile.problem import OBJECTIVES, TRANSPORTS, Problem
+from zbcompile.solution import Certificate, Solution
+
+__all__ = ["NAME", "ScheduleFile", "action_from", "action_to", "check_size", "dumps", "loads"]
+
+NAME = "zbcompile.schedule"
+VERSION = 1
+_KINDS = {kind.value: kind for kind in Kind}
+_SMALL = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleFile:
+    """What a schedule file holds. Only the order is always there.
+
+    problem : its profile has one variant per stage fixed. certificate : None for orders that nobody proved.
+    """
+
+    schedule: Schedule
+    problem: Problem | None = None
+    certificate: Certificate | None = None
+    variants: tuple[int, ...] = ()
+    origin: str = ""
+
+    @staticmethod
+    def of(solution: Solution) -> ScheduleFile:
+        """The file of a planner's result."""
+        return ScheduleFile(
+            solution.schedule, solution.problem, solution.certificate, solution.variants, solution.origin
+        )
+
+    def solution(self) -> Solution:
+        """The planner's result again. Raises `FormatError` when the file holds only an order."""
+        if self.problem is None or self.certificate is None:
+            raise FormatError(
+                "the schedule carries no " + ("profile" if self.problem is None else "certificate"),
+                fix="plan it with `zbcompile plan PROFILE.json`",
+            )
+        return Solution(self.problem, self.schedule, self.certificate, self.variants, self.origin)
+
+
+def dumps(content: ScheduleFile | Solution | Schedule) -> str:
+    """The text of a schedule file; the same content gives the same bytes."""
+    if isinstance(content, Solution):
+        content = ScheduleFile.of(content)
+    elif isinstance(content, Schedule):
+        content = ScheduleFile(content)
+    schedule, problem, certificate = content.schedule, content.problem, content.certificate
+    document: dict[str, object] = {
+        "format": NAME,
+        "version": VERSION,
+        "placement": list(schedule.placement.rank_of),
+        "microbatches": schedule.num_microbatches,
+        "origin": content.origin,
+    }
+    if certificate is not None:
+        document["certificate"] = {
+            "objective": certificate.objective,
+            "value_ns": certificate.value_ns,
+            "bound_ns": certificate.bound_ns,
+            "method": certificate.method,
+            "witness": plain(certificate.witness, "certificate.witness"),
+        }
+    if problem is not None:
+        document["objective"] = problem.objective
+        document["transport"] = problem.transport
+        document["caps_bytes"] = list(problem.caps)
+        document["variants"] = list(content.variants)
+        document["profile"] = profile_to(problem.profile)
+    document["order"] = [[action_to(action) for action in row] for row in schedule.order]
+    return format_json(document)
+
+
+def loads(text: str, where: str = "schedule") -> ScheduleFile:
+    """Read a schedule file. The order is well formed, not yet legal: `zbcompile.check` judges it.
+
+    Raises `FormatError` naming the field for anything broken, foreign or out of bounds.
+    """
+    fields = Fields(parse_json(text, where), where)
+    fields.header(NAME, VERSION)
+    placement = placement_from(
+        items(fields.take("placement"), fields.at("placement"), high=MAX_STAGES), where
+    )
+    count = fields.integer("microbatches", low=1, high=MAX_COUNT)
+    schedule = Schedule.of(placement, count, _order(fields, placement, count))
+    check_size(schedule, where)
+    problem = _problem(fields, placement, count)
+    certificate = _certificate(fields)
+    if certificate is not None and (problem is None or certificate.objective != problem.objective):
+        raise FormatError("the certificate belongs to another problem", where=fields.at("certificate"))
+    variants = tuple(
+        integer(k, fields.at("variants"), high=MAX_STAGES) for k in fields.list("variants", high=MAX_STAGES)
+    )
+    if variants and len(variants) != placement.num_stages:
+        raise FormatError(
+            "one variant per stage",
+            where=fields.at("variants"),
+            needed=placement.num_stages,
+            given=len(variants),
+        )
+    result = ScheduleFile(schedule, problem, certificate, variants, fields.text("origin", ""))
+    fields.done()
+    return result
+
+
+def action_to(action: Action) -> list[object]:
+    """``["forward", stage, microbatch]``; sends and receives have the peer stage as a fourth entry."""
+    head: list[object] = [action.kind.value, action.stage, action.microbatch]
+    return head if action.peer is None else [*head, action.peer]
+
+
+def action_from(value: object, where: str, num_stages: int, num_microbatches: int) -> Action:
+    """Read what `action_to` wrote, with every number inside its range."""
+    if not isinstance(value, list) or not 3 <= len(value) <= 4:
+        raise FormatError('expected an action such as ["forward", 0, 0]', where=where)
+    name, stage, microbatch = value[:3]
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise FormatError(
+            f"unknown kind {str(name)[:40]!r}", where=where, needed="one of " + ", ".join(_KINDS)
+        )
+    integer(stage, f"{where} (stage)", high=num_stages - 1)
+    integer(microbatch, f"{where} (microbatch)", high=num_microbatches - 1)
+    if len(value) == 3:
+        return guarded(lambda: Action(kind, stage, microbatch), where)
+    peer = integer(value[3], f"{where} (peer stage)", high=num_stages - 1)
+    return guarded(lambda: Action(kind, stage, microbatch, peer), where)
+
+
+def check_size(schedule: Schedule, where: str) -> None:
+    """Refuse counts that promise far more actions than there are, before anyone allocates by them."""
+    cells = schedule.num_stages * schedule.num_microbatches
+    given = sum(len(row) for row in schedule.order)
+    if cells > _SMALL and given < 2 * cells:
+        raise FormatError(
+            "the order is shorter than its stages and microbatches need",
+            where=where,
+            needed=f"at least {2 * cells} actions",
+            given=given,
+        )
+
+
+def _order(fields: Fields, placement: Placement, num_microbatches: int) -> list[list[Action]]:
+    where = fields.at("order")
+    rows = items(fields.take("order"), where, high=MAX_STAGES)
+    if len(rows) != placement.num_ranks:
+        raise FormatError(
+            "one row of actions per rank", where=where, needed=placement.num_ranks, given=len(rows)
+        )
+    stages, order = placement.num_stages, []
+    for rank, row in enumerate(rows):
+        place = f"{where}[{rank}]"
+        entries = items(row, place, high=len(Kind) * MAX_COUNT)
+        order.append(
+            [action_from(v, f"{place}[{k}]", stages, num_microbatches) for k, v in enumerate(entries)]
+        )
+    return order
+
+
+def _problem(fields: Fields, placement: Placement, num_microbatches: int) -> Problem | None:
+    profile = fields.optional("profile")
+    objective = fields.one_of("objective", OBJECTIVES, OBJECTIVES[0])
+    transport = fields.one_of("transport", TRANSPORTS, TRANSPORTS[0])
+    caps = caps_from(fields.optional("caps_bytes"), fields.at("caps_bytes"))
+    if profile is None:
+        if caps:
+            raise FormatError("caps without a profile say nothing", where=fields.at("caps_bytes"))
+        return None
+    costs = profile_from(profile, fields.at("profile"))
+    check_amount(costs, num_microbatches, fields.at("profile"))
+    limits = caps * placement.num_ranks if len(caps) == 1 else caps
+    return guarded(
+        lambda: Problem(costs, placement, num_microbatches, limits, objective, transport), fields.where
+    )
+
+
+def _certificate(fields: Fields) -> Certificate | None:
+    value = fields.optional("certificate")
+    if value is None:
+        return None
+    inner = Fields(value, fields.at("certificate"))
+    objective = inner.one_of("objective", OBJECTIVES, "")
+    value_ns, bound_ns = inner.integer("value_ns"), inner.integer("bound_ns")
+    method, witness = inner.text("method", ""), inner.optional("witness")
+    inner.done()
+    evidence = plain({} if witness is None else witness, inner.at("witness"))
+    if not isinstance(evidence, dict):
+        raise FormatError("expected an object", where=inner.at("witness"))
+    proof = cast(Mapping[str, object], evidence)
+    return guarded(lambda: Certificate(objective, value_ns, bound_ns, method, proof), inner.where)
