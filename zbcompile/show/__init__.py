@@ -1,0 +1,1 @@
+"""Timelines, memory and comparisons as a person wants to see them: terminal, SVG, HTML."""

@@ -1,0 +1,214 @@
+"""Lanes: times turned into character cells, to scale. One lane is one line of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.style import Style
+from rich.text import Text
+
+from zbcompile.ir import Action, Kind
+from zbcompile.show.palette import BLOCKS, Glyphs, fill_of, heat, ink, paint
+
+__all__ = ["Box", "Message", "Window", "bar_lane", "memory_lane", "message_lane"]
+
+_GAP = Style(color="#7a6070", dim=True)
+_LABEL = Style(color="#101418", bold=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A compute action with its times. turn : 0 for the rank's first stage, 1 for its second, ..."""
+
+    action: Action
+    start_ns: int
+    end_ns: int
+    turn: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message on its way, drawn on its sender's rank."""
+
+    backward: bool
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The part of time that is drawn, on a number of columns."""
+
+    first_ns: int
+    last_ns: int
+    columns: int
+
+    def edge(self, column: int) -> int:
+        """Time at a column's left edge, rounded to a nanosecond."""
+        return self.first_ns + column * (self.last_ns - self.first_ns) // self.columns
+
+    def column(self, time_ns: int) -> int:
+        """The column that holds a time, kept inside the picture."""
+        length = max(1, self.last_ns - self.first_ns)
+        return min(self.columns - 1, max(0, (time_ns - self.first_ns) * self.columns // length))
+
+
+def bar_lane(boxes: Sequence[Box], window: Window, glyphs: Glyphs, *, colour: bool) -> Text:
+    """The compute actions of a rank, idle time visible between them. ``boxes`` are in order of time."""
+    cells = list(_cells(boxes, window))
+    return _coloured(cells, boxes, glyphs) if colour else _plain(cells, boxes, glyphs)
+
+
+Cell = list[tuple[int, int]]
+"""What a cell shows: (index of the box or -1 for idle, ns of it inside the cell), in order of time."""
+
+
+def _cells(boxes: Sequence[Box], window: Window) -> Iterable[Cell]:
+    k = 0
+    for column in range(window.columns):
+        left, right = window.edge(column), window.edge(column + 1)
+        while k < len(boxes) and boxes[k].end_ns <= left:
+            k += 1
+        cell: Cell = []
+        at, j = left, k
+        while j < len(boxes) and boxes[j].start_ns < right:
+            start, end = max(left, boxes[j].start_ns), min(right, boxes[j].end_ns)
+            if start > at:
+                cell.append((-1, start - at))
+            if end > start:
+                cell.append((j, end - start))
+            at = max(at, end)
+            j += 1
+        if at < right:
+            cell.append((-1, right - at))
+        yield cell
+
+
+def _main(cell: Cell) -> int:
+    return max(cell, key=lambda part: part[1])[0] if cell else -1
+
+
+def _whole(cells: Sequence[Cell]) -> dict[int, list[int]]:
+    """For each box, the columns that it fills by three quarters at least: room for its label."""
+    found: dict[int, list[int]] = {}
+    for column, cell in enumerate(cells):
+        index, length = max(cell, key=lambda part: part[1], default=(-1, 0))
+        if index >= 0 and 4 * length >= 3 * sum(part for _, part in cell):
+            found.setdefault(index, []).append(column)
+    return found
+
+
+def _label(action: Action, room: int) -> str:
+    """Letter and microbatch, or the microbatch, or nothing: what fits."""
+    for text in (f"{action.kind.letter}{action.microbatch}", str(action.microbatch)):
+        if len(text) <= room:
+            return text
+    return ""
+
+
+def _coloured(cells: Sequence[Cell], boxes: Sequence[Box], glyphs: Glyphs) -> Text:
+    letters: dict[int, tuple[str, Style]] = {}
+    for index, columns in _whole(cells).items():
+        action = boxes[index].action
+        label = _label(action, len(columns))
+        first = columns[0] + (len(columns) - len(label)) // 2
+        style = Style(bgcolor=paint(action, boxes[index].turn)) + _LABEL
+        letters.update({first + k: (letter, style) for k, letter in enumerate(label)})
+    lane = Text(end="")
+    for column, cell in enumerate(cells):
+        lane.append(*letters.get(column) or _blend(cell, boxes, glyphs))
+    return lane
+
+
+def _blend(cell: Cell, boxes: Sequence[Box], glyphs: Glyphs) -> tuple[str, Style]:
+    """One cell of one colour, or of the two that fill most of it, split at the nearest eighth."""
+    most = sorted(sorted(range(len(cell)), key=lambda k: -cell[k][1])[:2])
+    parts = [cell[k] for k in most]
+    colours = [paint(boxes[i].action, boxes[i].turn) if i >= 0 else None for i, _ in parts]
+    if not parts or colours == [None] or colours == [None, None]:
+        return glyphs.gap, _GAP
+    if len(parts) == 1 or colours[0] == colours[1]:
+        return " ", Style(bgcolor=colours[0])
+    eighth = round(8 * parts[0][1] / (parts[0][1] + parts[1][1]))
+    left, right = colours
+    if eighth in (0, 8):
+        chosen = right if eighth == 0 else left
+        return (" ", Style(bgcolor=chosen)) if chosen else (glyphs.gap, _GAP)
+    if left is None:
+        return BLOCKS[eighth], Style(color=right, reverse=True)
+    return BLOCKS[eighth], Style(color=left, bgcolor=right)
+
+
+def _plain(cells: Sequence[Cell], boxes: Sequence[Box], glyphs: Glyphs) -> Text:
+    owners = [_main(cell) for cell in cells]
+    line, column = "", 0
+    while column < len(owners):
+        end = column
+        while end < len(owners) and owners[end] == owners[column]:
+            end += 1
+        if owners[column] < 0:
+            line += glyphs.gap * (end - column)
+        else:
+            action = boxes[owners[column]].action
+            label = _label(action, end - column)
+            label = action.kind.letter[0] if end - column == 1 else label
+            line += label + fill_of(action.kind, glyphs) * (end - column - len(label))
+        column = end
+    return Text(line, end="")
+
+
+def memory_lane(
+    steps: Sequence[tuple[int, int]], base: int, limit: int, window: Window, glyphs: Glyphs, *, colour: bool
+) -> Text:
+    """The highest memory of each column as a level between 0 and ``limit`` bytes.
+
+    steps : (time, bytes held from then on), in order of time. base : bytes held before the first step.
+    """
+    lane = Text(end="")
+    held, k = base, 0
+    while k < len(steps) and steps[k][0] < window.first_ns:
+        held, k = steps[k][1], k + 1
+    for column in range(window.columns):
+        high, right = held, window.edge(column + 1)
+        while k < len(steps) and steps[k][0] < right:
+            held, k = steps[k][1], k + 1
+            high = max(high, held)
+        share = high / limit if limit else 0.0
+        level = min(8, -(-8 * high // limit)) if limit else 0
+        glyph = glyphs.levels[level - 1] if level > 0 else " "
+        lane.append(glyph, Style(color=heat(share)) if colour else Style.null())
+    return lane
+
+
+def message_lane(messages: Iterable[Message], window: Window, glyphs: Glyphs, *, colour: bool) -> Text:
+    """Messages on their way: an arrow where one arrives, a wire before it; both directions in one line."""
+    cells: list[set[str]] = [set() for _ in range(window.columns)]
+    for message in messages:
+        if message.end_ns < window.first_ns or message.start_ns > window.last_ns:
+            continue
+        first, last = (
+            window.column(message.start_ns),
+            window.column(max(message.start_ns, message.end_ns - 1)),
+        )
+        head = "B" if message.backward else "F"
+        for column in range(first, last):
+            cells[column].add(head.lower())
+        cells[last].add(head)
+    lane = Text(end="")
+    for cell in cells:
+        glyph, kind = _signal(cell, glyphs)
+        lane.append(glyph, ink(kind) if colour and kind else Style.null())
+    return lane
+
+
+def _signal(cell: set[str], glyphs: Glyphs) -> tuple[str, Kind | None]:
+    if {"F", "B"} <= cell:
+        return glyphs.both, None
+    if "F" in cell:
+        return glyphs.forward, Kind.SEND_F
+    if "B" in cell:
+        return glyphs.backward, Kind.SEND_B
+    if cell:
+        return glyphs.wire, Kind.SEND_F if "f" in cell else Kind.SEND_B
+    return " ", None

@@ -1,0 +1,64 @@
+"""Times, bytes and shares as people read them, and the ticks of a time axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["TimeUnit", "format_bytes", "percent", "ticks", "time_unit"]
+
+_TIMES = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns"))
+_BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+@dataclass(frozen=True, slots=True)
+class TimeUnit:
+    """A unit for a whole picture: ``size_ns`` nanoseconds called ``name``."""
+
+    size_ns: int
+    name: str
+
+    def text(self, time_ns: int) -> str:
+        """A time with four significant digits and the unit."""
+        return f"{self.number(time_ns)} {self.name}"
+
+    def number(self, time_ns: int) -> str:
+        """A time with four significant digits, no unit."""
+        value = time_ns / self.size_ns
+        if time_ns % self.size_ns == 0 and value < 1e6:
+            return str(time_ns // self.size_ns)
+        return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def time_unit(longest_ns: int, *, abstract: bool = False) -> TimeUnit:
+    """The unit in which ``longest_ns`` reads well. ``abstract``: costs that are no times, in ``units``."""
+    if abstract:
+        return TimeUnit(1, "units")
+    for size, name in _TIMES:
+        if longest_ns >= 2 * size:
+            return TimeUnit(size, name)
+    return TimeUnit(1, "ns")
+
+
+def format_bytes(count: int) -> str:
+    """Bytes with three significant digits and a binary unit: ``3.21 GiB``."""
+    for size, name in _BYTES:
+        if abs(count) >= size:
+            value = count / size
+            return f"{value:.0f} {name}" if value >= 100 else f"{value:.3g} {name}"
+    return f"{count} B"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """A share as per cent: ``8.1 %``."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def ticks(first_ns: int, last_ns: int, most: int) -> list[int]:
+    """Round times inside a window, at most ``most``, spaced by 1, 2 or 5 times a power of ten."""
+    length = last_ns - first_ns
+    if length <= 0 or most < 1:
+        return [first_ns]
+    step = 1
+    while length // step + 1 > most:
+        step = step // 2 * 5 if str(step)[0] == "2" else step * 2
+    return list(range(-(-first_ns // step) * step, last_ns + 1, step))
