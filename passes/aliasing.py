@@ -1,0 +1,110 @@
+"""Which values of a captured graph share storage, and which calls change a value in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+__all__ = ["StorageGroups", "changed_arguments", "is_random", "tensor_bytes", "viewed_arguments"]
+
+_NORMS_WITH_STATISTICS = ("aten.batch_norm.", "aten.instance_norm.")
+_NO_DATA_WRITTEN = ("aten.detach_.",)
+
+
+def changed_arguments(node: Node) -> list[Node]:
+    """Nodes whose storage ``node`` writes to: schema annotations, and statistics of norms in training."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    name = str(node.target)
+    if name.startswith(_NO_DATA_WRITTEN):
+        return []
+    if name.startswith(_NORMS_WITH_STATISTICS):
+        return _nodes(node.args[3:5]) if node.args[5] else []
+    return [
+        found
+        for argument, value in _bound(node)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for found in _nodes(value)
+    ]
+
+
+def viewed_arguments(node: Node) -> list[Node]:
+    """Nodes whose storage a result of ``node`` may share."""
+    if node.op != "call_function":
+        return []
+    if getattr(node.target, "__name__", "") == "getitem":
+        return _nodes(node.args[0])
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    found = [
+        inner
+        for argument, value in _bound(node)
+        if argument.alias_info is not None
+        for inner in _nodes(value)
+    ]
+    if str(node.target) in ("aten._unsafe_view.default", "aten._reshape_alias.default"):
+        found += _nodes(node.args[0])
+    if str(node.target).startswith("aten.dropout.") and not node.args[2]:
+        found += _nodes(node.args[0])
+    return found
+
+
+def is_random(node: Node) -> bool:
+    """True for a call that draws from the random state."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    if str(target).startswith("aten.dropout."):
+        return bool(node.args[2])
+    if str(target).startswith("aten.scaled_dot_product_attention."):
+        rate = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return rate != 0.0
+    return True
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of a dense tensor like ``value``; 0 for anything else or an unknown size."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    count = value.numel()
+    return count * value.element_size() if isinstance(count, int) else 0
+
+
+class StorageGroups:
+    """Nodes of a graph grouped by (possibly) shared storage; ``changes`` lists in-place calls per group."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._parent: dict[Node, Node] = {}
+        for node in graph.nodes:
+            for other in viewed_arguments(node):
+                self._parent[self.root(node)] = self.root(other)
+        self.changes: dict[Node, list[Node]] = {}
+        self.members: dict[Node, list[Node]] = {}
+        for node in graph.nodes:
+            self.members.setdefault(self.root(node), []).append(node)
+            for changed in changed_arguments(node):
+                self.changes.setdefault(self.root(changed), []).append(node)
+
+    def root(self, node: Node) -> Node:
+        """The representative of the group of ``node``."""
+        while (parent := self._parent.get(node, node)) is not node:
+            node = parent
+        return node
+
+
+def _bound(node: Node) -> Iterator[tuple[Any, Any]]:
+    target: Any = node.target
+    for position, argument in enumerate(target._schema.arguments):
+        if position < len(node.args):
+            yield argument, node.args[position]
+        elif argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
+
+
+def _nodes(value: Any) -> list[Node]:
+    found: list[Node] = []
+    torch.fx.map_arg(value, lambda node: found.append(node))
+    return found

@@ -1,0 +1,232 @@
+"""Capture: an unmodified model -> one flat graph.
+
+``nn.Module + example microbatch --> Captured``. Contract in: the model runs on the example. Contract
+out: a graph of aten calls whose placeholders have roles, whose nodes carry ``module_path``, ``source``
+and ``region`` (the autocast and grad modes they run under), and whose results are plain tensors.
+The model, its buffers and the random state are left as they were.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from zbcompile.errors import CaptureError, UsageError
+from zbcompile.passes import torch_private
+from zbcompile.passes.values import Spec, flatten, unflatten
+
+__all__ = ["Captured", "Region", "Role", "capture"]
+
+PREFIX = "model."
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What a placeholder is: ``kind`` is parameter, buffer, constant or batch; ``name`` the original
+    model's name, or for a batch input its flat index in ``position``."""
+
+    kind: str
+    name: str
+    position: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A mode that nodes run under; ``number`` tells two regions of equal settings apart."""
+
+    kind: str
+    settings: tuple[Any, ...]
+    number: int
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The whole model as one graph.
+
+    module : the graph; roles : placeholder name -> Role; state : parameters and buffers by canonical
+    name (the model's own tensors); constants : tensors that the code made; input_spec : how the flat
+    batch inputs sit in (args, kwargs, target); results : per tensor leaf of ``result_spec`` the node's
+    name; loss : position of the loss among the results, or None.
+    """
+
+    module: GraphModule
+    roles: Mapping[str, Role]
+    state: Mapping[str, Tensor]
+    constants: Mapping[str, Tensor]
+    input_spec: Spec
+    results: tuple[str, ...]
+    result_spec: Spec
+    loss: int | None
+
+
+class _Record:
+    """What the traced call noted (outside the module, whose attributes export restores)."""
+
+    spec: Spec | None = None
+    loss: int | None = None
+
+
+class _Whole(nn.Module):
+    """Model and loss as a function of the flat batch inputs; remembers how its results were nested."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Tensor] | None, spec: Spec, record: _Record
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+        self.loss_fn = loss_fn
+        self.spec = spec
+        self.record = record
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs, target = unflatten(self.spec, tensors)
+        value = self.model(*args, **kwargs)
+        loss = None if self.loss_fn is None else self.loss_fn(value, target)
+        if loss is not None:
+            value = {"loss": loss, "output": value}
+        results, self.record.spec = flatten(value, results=True)
+        found = loss if loss is not None else _own_loss(value)
+        self.record.loss = next((i for i, item in enumerate(results) if item is found), None)
+        return tuple(results)
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    target: Any = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+) -> Captured:
+    """Capture ``model`` (and ``loss_fn(output, target)``) on one example microbatch.
+
+    Raises
+    ------
+    CaptureError : a branch on tensor data, an unsupported wrapper, or anything that export refuses;
+        names the source line and the module path.
+    """
+    tensors, spec = flatten((tuple(args), dict(kwargs or {}), target))
+    if not tensors:
+        raise UsageError("the example holds no tensor", fix="give example args or kwargs with a tensor")
+    record = _Record()
+    program = _export(_Whole(model, loss_fn, spec, record), tensors, model)
+    if record.spec is None:
+        raise CaptureError(f"the forward of {type(model).__name__} did not return")
+    state, names = _canonical(model)
+    graph, roles, constants, results = _inline(program, _roles(program, names))
+    state = {role.name: state[role.name] for role in roles.values() if role.name in state}
+    module = GraphModule(dict(program.graph_module.named_modules()), graph)
+    return Captured(module, roles, state, constants, spec, results, record.spec, record.loss)
+
+
+def _own_loss(value: Any) -> Any:
+    """The loss that a model returns itself: the entry called loss, or its only value if a scalar."""
+    if isinstance(value, Mapping):
+        return value.get("loss")
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return value
+    if isinstance(value, tuple | list) and value:
+        first = value[0]
+        return first if isinstance(first, Tensor) and first.dim() == 0 else None
+    found = getattr(value, "loss", None)
+    return found if isinstance(found, Tensor) else None
+
+
+def _export(whole: _Whole, tensors: list[Tensor], model: nn.Module) -> Any:
+    detached = [tensor.detach() for tensor in tensors]
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return torch.export.export(whole, tuple(detached), strict=False)
+        except Exception as error:
+            raise CaptureError(f"cannot capture {type(model).__name__}: {error}") from error
+
+
+def _canonical(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parameters and buffers by their first name, and every name -> the first name of its tensor."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    named += list(model.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    return {name: tensor for name, tensor in named if names[name] == name}, names
+
+
+def _inline(
+    program: Any, roles: dict[str, Role]
+) -> tuple[Graph, dict[str, Role], dict[str, Tensor], tuple[str, ...]]:
+    """Copy the exported graph: roles on placeholders, regions on nodes, no region submodules."""
+    source = program.graph_module
+    graph = Graph()
+    values: dict[Node, Any] = {}
+    numbers = iter(range(1 << 30))
+    outputs: Any = ()
+
+    def copy_body(module: Any, values: dict[Node, Any], regions: tuple[Region, ...]) -> Any:
+        for node in module.graph.nodes:
+            if node.op == "output":
+                return torch.fx.map_arg(node.args[0], lambda n: values[n])
+            if node in values:
+                continue
+            call = torch_private.region_of_call(node) if node.op == "call_function" else None
+            if call is not None:
+                kind, settings, body, arguments = call
+                inner = getattr(module, str(body.target))
+                given = torch.fx.map_arg(arguments, lambda n: values[n])
+                holes = inner.graph.find_nodes(op="placeholder")
+                region = Region(kind, settings, next(numbers))
+                values[node] = copy_body(inner, dict(zip(holes, given, strict=True)), (*regions, region))
+            elif node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), nn.Module):
+                values[node] = node
+            elif _is_pick(node) and not isinstance(values[node.args[0]], Node):
+                values[node] = values[node.args[0]][node.args[1]]
+            elif getattr(node.target, "__name__", "") != "_assert_tensor_metadata.default":
+                values[node] = graph.node_copy(node, lambda n: values[n])
+                values[node].meta.update(_place(node), region=regions)
+        return ()
+
+    outputs = copy_body(source, values, ())
+    graph.output(outputs)
+    kept = {role.name: program.constants[role.name] for role in roles.values() if role.kind == "constant"}
+    for node in graph.find_nodes(op="placeholder"):
+        if not node.users:
+            graph.erase_node(node)
+    return graph, roles, kept, tuple(node.name for node in outputs)
+
+
+def _is_pick(node: Node) -> bool:
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+def _place(node: Node) -> dict[str, str]:
+    """Module path and last source line of a node, for errors and reports."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    path = path.removeprefix(PREFIX) if path != PREFIX.rstrip(".") else ""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    files = [line for line in lines if line.startswith("File ")]
+    source = files[-1].split(", in ")[0].replace('File "', "").replace('", line ', ":") if files else ""
+    return {"module_path": path, "source": source}
+
+
+def _roles(program: Any, names: Mapping[str, str]) -> dict[str, Role]:
+    kinds = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant"}
+    roles: dict[str, Role] = {}
+    position = 0
+    for spec in program.graph_signature.input_specs:
+        kind = kinds.get(spec.kind.name)
+        if spec.kind.name == "USER_INPUT":
+            roles[spec.arg.name] = Role("batch", spec.arg.name, position)
+            position += 1
+        elif kind is None:
+            raise CaptureError(f"the exported graph takes a {spec.kind.name}", where=spec.arg.name)
+        else:
+            name = spec.target if kind == "constant" else names[spec.target.removeprefix(PREFIX)]
+            roles[spec.arg.name] = Role(kind, name)
+    return roles

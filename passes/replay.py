@@ -1,0 +1,100 @@
+"""A stage's captured graph as a function again, for the joint trace: same calls, same modes, same order."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from zbcompile.passes import torch_private
+from zbcompile.passes.capture import Region
+
+__all__ = ["Replay"]
+
+
+class Replay(nn.Module):
+    """Runs a graph call by call under the autocast and grad modes recorded per node.
+
+    Outputs whose position is not in ``live`` are detached; an output that shares storage with an
+    argument or an earlier output is cloned (autograd's tracing loses the gradient of such a pair).
+    """
+
+    def __init__(self, module: GraphModule, live: frozenset[int] | None = None) -> None:
+        super().__init__()
+        self.graph = module.graph
+        self.attributes = {
+            str(node.target): getattr(module, str(node.target))
+            for node in module.graph.nodes
+            if node.op == "get_attr"
+        }
+        self.live = live
+
+    def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
+        values: dict[Node, Any] = {}
+        given = iter(arguments)
+        with _Regions() as regions:
+            for node in self.graph.nodes:
+                if node.op == "placeholder":
+                    values[node] = next(given)
+                elif node.op == "get_attr":
+                    values[node] = self.attributes[str(node.target)]
+                elif node.op == "call_function":
+                    regions.enter(node.meta.get("region", ()))
+                    with torch_private.node_meta(node):
+                        values[node] = _call(node, values)
+        outputs = [values[node] for node in self.graph.output_node().args[0]]  # type: ignore[union-attr]
+        return self._separate(outputs, arguments)
+
+    def _separate(self, outputs: list[Tensor], arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        seen = {_storage(argument) for argument in arguments}
+        results = []
+        for position, output in enumerate(outputs):
+            if self.live is not None and position not in self.live:
+                output = output.detach()
+            if _storage(output) in seen:
+                output = output.clone()
+            seen.add(_storage(output))
+            results.append(output)
+        return tuple(results)
+
+
+class _Regions(contextlib.ExitStack):
+    """The open modes; `enter` closes and opens what differs from the wanted nesting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: list[tuple[Region, contextlib.ExitStack]] = []
+
+    def enter(self, wanted: tuple[Region, ...]) -> None:
+        shared = 0
+        while shared < min(len(wanted), len(self._open)) and self._open[shared][0] == wanted[shared]:
+            shared += 1
+        while len(self._open) > shared:
+            self._open.pop()[1].close()
+        for region in wanted[shared:]:
+            stack = contextlib.ExitStack()
+            stack.enter_context(_mode(region))
+            self.callback(stack.close)
+            self._open.append((region, stack))
+
+
+def _mode(region: Region) -> Any:
+    if region.kind == "grad":
+        return torch.set_grad_enabled(*region.settings)
+    device, dtype, enabled = region.settings[:3]
+    return torch.autocast(device, dtype, enabled, cache_enabled=True)
+
+
+def _call(node: Node, values: dict[Node, Any]) -> Any:
+    args = torch.fx.map_arg(node.args, lambda n: values[n])
+    kwargs = torch.fx.map_arg(node.kwargs, lambda n: values[n])
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    return target(*args, **kwargs)
+
+
+def _storage(value: Tensor) -> int:
+    return value.untyped_storage()._cdata

@@ -1,0 +1,352 @@
+"""Split: each stage's graph -> F, B, W and BW graphs that equal autograd to the bit.
+
+``tuple[StageSource, ...] --> tuple[StageGraphs, ...]``. F is what outputs and buffer changes need, B what
+input gradients need, W the rest (Qi et al., Zero Bubble Pipeline Parallelism, 2024, section 2; there by
+hand per layer, here on the joint graph). What is kept between them is decided in `save_set`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from zbcompile.errors import SplitError, UsageError
+from zbcompile.passes import torch_private
+from zbcompile.passes.aliasing import is_random, viewed_arguments
+from zbcompile.passes.capture import Captured
+from zbcompile.passes.emit import boxed
+from zbcompile.passes.joint_rewrites import rewrite, storage_root
+from zbcompile.passes.op_costs import is_heavy, seconds
+from zbcompile.passes.partition import StageSource, Wire
+from zbcompile.passes.replay import Replay
+from zbcompile.passes.save_set import Phase, cut, leaves
+from zbcompile.passes.stage_graphs import Graphs, Layout, Port, StageGraphs
+
+__all__ = ["Recompute", "split_backward"]
+
+Recompute = str | float
+"""``"none"``, ``"min_memory"`` (no heavy call twice), ``"full"`` (anything but random draws twice), or a
+price: bytes that one second of recompute must save."""
+
+_GATHERS = ("aten.embedding_dense_backward", "aten.index_put", "aten.scatter", "aten.index_add")
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """One stage's joint graph with what is known about its ends."""
+
+    source: StageSource
+    joint: torch_private.JointGraph
+    values: tuple[Tensor, ...]
+    num_state: int
+
+    @property
+    def gradient_inputs(self) -> frozenset[int]:
+        """Positions among the inputs for which the joint graph has a gradient."""
+        count = self.num_state
+        return frozenset(
+            i - count for i, value in self.joint.gradients.items() if i >= count and value is not None
+        )
+
+
+def split_backward(
+    captured: Captured, sources: Sequence[StageSource], *, recompute: Recompute = "none"
+) -> tuple[StageGraphs, ...]:
+    """Differentiate and split every stage.
+
+    Raises
+    ------
+    SplitError : a value that should have a gradient lost it, or an operator without a derivative.
+    UsageError : an unknown ``recompute``.
+    """
+    _check_recompute(recompute)
+    traced = _trace_all(captured, sources)
+    wanted = {
+        (wire.name, t.source.index)
+        for t in traced
+        for i, wire in enumerate(t.source.inputs)
+        if i in t.gradient_inputs
+    }
+    return tuple(_StageSplit(captured, t, wanted, recompute).build() for t in traced)
+
+
+def _check_recompute(recompute: Recompute) -> None:
+    number = isinstance(recompute, int | float) and not isinstance(recompute, bool)
+    if not (number and recompute >= 0) and recompute not in ("none", "min_memory", "full"):
+        raise UsageError(
+            "unknown recompute",
+            given=recompute,
+            fix='use "none", "min_memory", "full" or a price in bytes per second',
+        )
+
+
+def _trace_all(captured: Captured, sources: Sequence[StageSource]) -> list[_Traced]:
+    """Trace in stage order to learn what requires a gradient, then again, from the end, without the
+    outputs that no gradient comes back to."""
+    differentiable: dict[str, bool] = {}
+    traced = []
+    for source in sources:
+        traced.append(_trace(captured, source, differentiable, None))
+        for position, wire in enumerate(source.outputs):
+            differentiable[wire.name] = position in traced[-1].joint.tangents
+    returned: set[str] = set()
+    for index in reversed(range(len(traced))):
+        trace = traced[index]
+        live = frozenset(
+            i
+            for i in trace.joint.tangents
+            if trace.source.outputs[i].name in returned or trace.source.outputs[i].is_loss
+        )
+        if live != frozenset(trace.joint.tangents):
+            trace = traced[index] = _trace(captured, trace.source, differentiable, live)
+        returned |= {trace.source.inputs[i].name for i in trace.gradient_inputs}
+    return traced
+
+
+def _trace(
+    captured: Captured, source: StageSource, differentiable: dict[str, bool], live: frozenset[int] | None
+) -> _Traced:
+    mode = torch_private.fake_mode()
+    holes = list(source.module.graph.find_nodes(op="placeholder"))
+    arguments: list[Tensor] = []
+    for role in source.roles:
+        value = captured.constants[role.name] if role.kind == "constant" else captured.state[role.name]
+        arguments.append(torch_private.as_fake(mode, value, value.requires_grad))
+    for wire, hole in zip(source.inputs, holes[len(source.roles) :], strict=True):
+        needs = wire.source[0] == "stage" and differentiable[wire.name]
+        arguments.append(torch_private.as_fake(mode, hole.meta["val"], needs))
+    replay = Replay(source.module, live)
+    replay.train()
+    try:
+        with torch_private.preserve_node_meta():
+            joint = torch_private.joint_graph(replay, arguments)
+    except RuntimeError as error:
+        raise SplitError(f"stage {source.index} cannot be differentiated: {error}") from error
+    parameters = {i for i, role in enumerate(source.roles) if role.kind in ("parameter", "buffer")}
+    rewrite(joint, parameters)
+    return _Traced(source, joint, tuple(arguments), len(source.roles))
+
+
+class _StageSplit:
+    """Builds one `StageGraphs`; the attributes are the sets that the parts share."""
+
+    def __init__(
+        self, captured: Captured, traced: _Traced, wanted: set[tuple[str, int]], recompute: Recompute
+    ) -> None:
+        self.captured, self.traced, self.source = captured, traced, traced.source
+        self.joint, self.wanted, self.recompute = traced.joint, wanted, recompute
+        self.arguments = {node: i for i, node in self.joint.arguments.items()}
+        self.mutated = [i for i in sorted(self.joint.mutations) if i < traced.num_state]
+        self._check_mutations()
+        roles = self.source.roles
+        self.tangents = [self.joint.tangents[i] for i in sorted(self.joint.tangents)]
+        self.input_grads = {
+            i: self.joint.gradients[traced.num_state + i] for i in sorted(traced.gradient_inputs)
+        }
+        self.weight_grads = {
+            roles[i].name: value
+            for i, value in sorted(self.joint.gradients.items())
+            if i < traced.num_state and value is not None and roles[i].kind == "parameter"
+        }
+        self.outputs = [self.joint.outputs[i] for i in range(len(self.source.outputs))]
+        self.results = [*self.outputs, *(self.joint.mutations[i] for i in self.mutated)]
+        self.nodes = [n for n in self.joint.module.graph.nodes if n.op in ("placeholder", "call_function")]
+        self.late = self._past_of_tangents()
+
+    def build(self) -> StageGraphs:
+        """Two cuts, four graphs and the positions that connect them."""
+        for_weight = self._cut_weight()
+        for_backward = self._cut_backward(for_weight)
+        return self._assemble(for_weight, for_backward)
+
+    def _check_mutations(self) -> None:
+        for position in self.joint.mutations:
+            role = self.source.roles[position] if position < self.traced.num_state else None
+            if role is None or role.kind not in ("buffer", "constant"):
+                name = role.name if role else self.source.inputs[position - self.traced.num_state].name
+                raise SplitError(f"stage {self.source.index} changes {name} in place", where=name)
+
+    def _past_of_tangents(self) -> set[Node]:
+        late = set(self.tangents)
+        for node in self.nodes:
+            if any(argument in late for argument in node.all_input_nodes):
+                late.add(node)
+        return late
+
+    def _free(self) -> set[Node]:
+        """Arguments that are alive anyway: state that does not change, constants, the batch."""
+        free = set()
+        for node, position in self.arguments.items():
+            inner = position - self.traced.num_state
+            if inner < 0:
+                if position not in self.mutated:
+                    free.add(node)
+            elif self.source.inputs[inner].source[0] == "batch":
+                free.add(node)
+        return free
+
+    def _price(self, node: Node) -> int | None:
+        if viewed_arguments(node):
+            return 0
+        if self.recompute == "none" or is_random(node):
+            return None
+        if self.recompute == "min_memory":
+            return None if is_heavy(node) else 0
+        return 0 if self.recompute == "full" else int(float(self.recompute) * seconds(node))
+
+    def _cut_weight(self) -> set[Node]:
+        """(F and B) -> W. Cheap work of W moves into B where that holds fewer bytes (norm parameters)."""
+        forward = _past(self.results)
+        early = forward | _past(self.input_grads.values())
+        if self.input_grads:
+            late = {n for n in self.nodes if n not in early and _stays_late(n)}
+        else:
+            late = {n for n in self.late if n not in early and n.op != "placeholder"}
+        grads = list(self.weight_grads.values())
+        return cut(Phase(self.nodes, grads, late, early, self._free(), _size, self._price))
+
+    def _cut_backward(self, for_weight: set[Node]) -> set[Node]:
+        """F -> (B and what B leaves for W)."""
+        forward = _past(self.results)
+        needed = [*self.input_grads.values(), *(n for n in self.nodes if n in for_weight)]
+        late = {n for n in self.late if n.op != "placeholder"}
+        free = self._free() | set(self.tangents)
+        return cut(Phase(self.nodes, needed, late, forward, free, _size, self._price))
+
+    def _assemble(self, for_weight: set[Node], for_backward: set[Node]) -> StageGraphs:
+        source, grads = self.source, list(self.weight_grads.values())
+        weight_reads, _ = leaves(grads, for_weight)
+        input_reads, _ = leaves([*self.input_grads.values(), *weight_reads], for_backward)
+        full_reads, _ = leaves([*self.input_grads.values(), *grads], for_backward)
+        from_forward = self._ordered((input_reads | full_reads) - set(self.tangents))
+        made = [n for n in from_forward if not self._kept_argument(n)]
+        kept = [n for n in from_forward if self._kept_argument(n)]
+        pool = [*self.tangents, *made, *kept]
+        handed = self._ordered(weight_reads)
+        from_backward = [n for n in handed if n not in pool]
+        carried = [n for n in handed if n in pool]
+        after = [*from_backward, *carried]
+        late = {name: value for name, value in self.weight_grads.items() if value not in weight_reads}
+        weight_args = self._ordered(leaves(late.values(), for_weight)[0])
+        input_outs = [*self.input_grads.values(), *from_backward]
+        input_args = self._ordered(leaves(input_outs, for_backward)[0])
+        full_args = self._ordered(full_reads)
+        module = self.joint.module
+        forward_args = [self.joint.arguments[i] for i in range(len(self.traced.values))]
+        graphs = Graphs(
+            boxed(module, forward_args, [*self.results, *made], "forward", copies=self._old_buffers()),
+            boxed(module, input_args, input_outs, "backward_input"),
+            boxed(module, weight_args, list(late.values()), "backward_weight"),
+            boxed(module, full_args, [*self.input_grads.values(), *grads], "full_backward"),
+        )
+        layout = Layout(
+            tuple(self.arguments[n] for n in kept),
+            tuple(pool.index(n) for n in input_args),
+            tuple(pool.index(n) for n in carried),
+            tuple(after.index(n) for n in weight_args),
+            tuple(pool.index(n) for n in full_args),
+            tuple((name, after.index(v)) for name, v in self.weight_grads.items() if name not in late),
+            tuple(late),
+            tuple(self.weight_grads),
+        )
+        roles = source.roles
+        return StageGraphs(
+            source.index,
+            tuple(self._input_port(i, wire) for i, wire in enumerate(source.inputs)),
+            tuple(self._output_port(i, wire) for i, wire in enumerate(source.outputs)),
+            tuple(r.name for r in roles if r.kind == "parameter"),
+            tuple(r.name for r in roles if r.kind == "parameter" and self._trainable(r.name)),
+            tuple(r.name for r in roles if r.kind == "buffer"),
+            tuple(roles[i].name for i in self.mutated),
+            tuple(self.captured.constants[r.name] for r in roles if r.kind == "constant"),
+            graphs,
+            layout,
+            self._held(from_forward),
+            self._held(handed),
+            tuple(getattr(graphs, name).forward for name in Graphs.__slots__),
+        )
+
+    def _ordered(self, nodes: Collection[Node]) -> list[Node]:
+        return [node for node in self.nodes if node in nodes]
+
+    def _kept_argument(self, node: Node) -> bool:
+        """Whether the caller's own argument can be kept: not if F changes it."""
+        return node in self.arguments and self.arguments[node] not in self.mutated
+
+    def _old_buffers(self) -> list[Node]:
+        return [self.joint.arguments[i] for i in self.mutated]
+
+    def _trainable(self, name: str) -> bool:
+        return self.captured.state[name].requires_grad
+
+    def _held(self, nodes: Sequence[Node]) -> int:
+        free = self._free()
+        roots = dict.fromkeys(storage_root(node) for node in nodes if node not in free)
+        return sum(_size(root) or 0 for root in roots if root not in free)
+
+    def _input_port(self, position: int, wire: Wire) -> Port:
+        value = self.traced.values[self.traced.num_state + position]
+        port = _port(wire, value, position in self.traced.gradient_inputs)
+        return port
+
+    def _output_port(self, position: int, wire: Wire) -> Port:
+        has = position in self.joint.tangents
+        asked = any((wire.name, target) in self.wanted for target in wire.targets) or wire.is_loss
+        if asked and not has:
+            raise SplitError(
+                f"stage {self.source.index}: {wire.name} should have a gradient and lost it in tracing"
+            )
+        value = self.outputs[position].meta["val"]
+        if has:
+            value = self.joint.tangents[position].meta["val"]
+        return replace(_port(wire, value, has))
+
+
+def _port(wire: Wire, value: Any, has_gradient: bool) -> Port:
+    return Port(
+        wire.name,
+        tuple(value.shape),
+        tuple(value.stride()),
+        value.dtype,
+        value.device,
+        has_gradient,
+        wire.source,
+        wire.targets,
+        wire.is_result,
+        wire.is_loss,
+    )
+
+
+def _stays_late(node: Node) -> bool:
+    return node.op == "call_function" and (is_heavy(node) or str(node.target).startswith(_GATHERS))
+
+
+def _size(node: Node) -> int | None:
+    """Bytes of the storage that ``node`` owns; None for views and tuples, which are never kept."""
+    if viewed_arguments(node) and not _picks_owner(node):
+        return None
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return int(value.untyped_storage().nbytes())
+    return 8 if isinstance(value, int | float | torch.SymInt | torch.SymFloat) else None
+
+
+def _picks_owner(node: Node) -> bool:
+    """A getitem of a call that makes several new tensors (not views)."""
+    return getattr(node.target, "__name__", "") == "getitem" and not viewed_arguments(node.args[0])  # type: ignore[arg-type]
+
+
+def _past(nodes: Collection[Node] | Any) -> set[Node]:
+    found: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found

@@ -1,0 +1,154 @@
+"""Every private torch name that the front end uses, and nothing else. Checked on torch 2.13 and 2.14.
+
+When torch moves one of them, this file is the only one to change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from zbcompile.errors import SplitError
+
+try:
+    import torch._functorch.config
+    from torch._functorch._aot_autograd import descriptors
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.fx import traceback as fx_traceback
+except ImportError as error:  # pragma: no cover
+    raise SplitError(
+        f"torch {torch.__version__} lacks a name that the split needs: {error}",
+        fix="use torch 2.13 or 2.14",
+    ) from error
+
+__all__ = [
+    "FakeTensor",
+    "JointGraph",
+    "as_fake",
+    "autocast_weight_cache",
+    "fake_mode",
+    "joint_graph",
+    "node_meta",
+    "preserve_node_meta",
+    "region_of_call",
+]
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """Forward and backward of one module in one graph, with the role of each value.
+
+    ``arguments`` : placeholder per argument of the module (None where dropped).
+    ``tangents`` : placeholder per output (None where it takes no gradient).
+    ``outputs``, ``mutations``, ``gradients`` : output index, argument index, argument index -> value.
+    """
+
+    module: GraphModule
+    arguments: dict[int, Node]
+    tangents: dict[int, Node]
+    outputs: dict[int, Any]
+    mutations: dict[int, Any]
+    gradients: dict[int, Any]
+
+
+def fake_mode() -> FakeTensorMode:
+    """A fake mode that accepts real constants and data-dependent sizes."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def as_fake(mode: FakeTensorMode, value: Tensor, requires_grad: bool) -> Tensor:
+    """A fake leaf with the shape, strides, dtype and device of ``value``."""
+    with mode:
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    if isinstance(value, torch.nn.Parameter):
+        return nn.Parameter(fake, requires_grad=requires_grad)
+    return fake.requires_grad_(requires_grad)
+
+
+def joint_graph(module: nn.Module, arguments: list[Tensor]) -> JointGraph:
+    """Trace forward and backward of ``module`` (no parameters of its own) on fake ``arguments``.
+
+    No decompositions: only what autograd itself takes apart is taken apart.
+    """
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        joint = aot_export_joint_with_descriptors(stack, module, tuple(arguments), decompositions={})
+        graph_module = joint.graph_module
+    return _with_roles(graph_module)
+
+
+def _with_roles(module: GraphModule) -> JointGraph:
+    roles = JointGraph(module, {}, {}, {}, {}, {})
+    for node in module.graph.find_nodes(op="placeholder"):
+        role = node.meta["desc"]
+        if isinstance(role, descriptors.PlainAOTInput):
+            roles.arguments[role.idx] = node
+        elif isinstance(role, descriptors.TangentAOTInput) and isinstance(
+            role.output, descriptors.PlainAOTOutput
+        ):
+            roles.tangents[role.output.idx] = node
+        else:
+            raise SplitError(f"the joint graph has an argument of unknown role: {role}")
+    output = module.graph.output_node()
+    for value, role in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+        if value is None:
+            continue
+        if isinstance(role, descriptors.PlainAOTOutput):
+            roles.outputs[role.idx] = value
+        elif isinstance(role, descriptors.InputMutationAOTOutput):
+            roles.mutations[_argument(role.mutated_input)] = value
+        elif isinstance(role, descriptors.GradAOTOutput):
+            roles.gradients[_argument(role.grad_of)] = value
+        else:
+            raise SplitError(f"the joint graph has a result of unknown role: {role}")
+    return roles
+
+
+def _argument(role: Any) -> int:
+    if not isinstance(role, descriptors.PlainAOTInput):
+        raise SplitError(f"the joint graph speaks of an argument of unknown role: {role}")
+    return int(role.idx)
+
+
+def preserve_node_meta() -> contextlib.AbstractContextManager[None]:
+    """While active, traced nodes inherit the meta set by `node_meta`."""
+    return fx_traceback.preserve_node_meta()  # type: ignore[no-any-return]
+
+
+def node_meta(node: Node) -> contextlib.AbstractContextManager[None]:
+    """Nodes traced inside carry the module path and source line of ``node``."""
+    return fx_traceback.set_current_meta(node)  # type: ignore[no-any-return]
+
+
+def region_of_call(node: Node) -> tuple[str, tuple[Any, ...], Node, tuple[Any, ...]] | None:
+    """(kind, settings, submodule, arguments) of a region node that export made, else None.
+
+    kind "grad" has settings (enabled,), kind "autocast" (device type, dtype, enabled, cache enabled).
+    """
+    name = getattr(node.target, "__name__", "")
+    if name == "wrap_with_set_grad_enabled":
+        return "grad", tuple(node.args[:1]), node.args[1], tuple(node.args[2:])  # type: ignore[return-value]
+    if name == "wrap_with_autocast":
+        return "autocast", tuple(node.args[:4]), node.args[4], tuple(node.args[5:])  # type: ignore[return-value]
+    return None
+
+
+@contextlib.contextmanager
+def autocast_weight_cache() -> Iterator[None]:
+    """Let autocast cache casts of weights while tracing, as it does in eager."""
+    previous = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(previous)
