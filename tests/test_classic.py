@@ -1,0 +1,61 @@
+"""Orders of the literature replayed on the published profiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zbcompile.check import check
+from zbcompile.costs import Profile, StageCost
+from zbcompile.planner.classic import gpipe, one_f_one_b, zb_h1, zb_h2
+from zbcompile.planner.flat import Flat, to_schedule
+from zbcompile.problem import Problem
+from zbcompile.simulate import memory_peaks, simulate
+
+LINEAR = {"GPipe": gpipe, "1F1B": one_f_one_b, "ZB-H1": zb_h1, "ZB-H2": zb_h2}
+
+
+def paper_problem(config: dict[str, Any], cap_in_ranks: float | None, objective: str = "span") -> Problem:
+    """One row of arXiv 2401.10241, tables 5 and 6; the cap in multiples of p * M_B."""
+    stage = StageCost.simple(
+        config["forward_us"] * 1000,
+        config["backward_input_us"] * 1000,
+        config["backward_weight_us"] * 1000,
+        config["saved_units"],
+        config["saved_for_weight_units"],
+    )
+    ranks = config["num_ranks"]
+    cap = None if cap_in_ranks is None else int(config["saved_units"] * ranks * cap_in_ranks)
+    profile = Profile.uniform(stage, ranks, config["comm_us"] * 1000)
+    return Problem.of(profile, None, config["num_microbatches"], cap, objective)
+
+
+@pytest.mark.parametrize("row", range(6))
+@pytest.mark.parametrize("name", ["1F1B", "ZB-H1", "ZB-H2"])
+def test_published_bubble_rates_to_four_digits(paper_profiles: dict[str, Any], row: int, name: str) -> None:
+    config = paper_profiles["configs"][row]
+    problem = paper_problem(config, None)
+    codes = LINEAR[name](config["num_ranks"], config["num_microbatches"])
+    timeline = simulate(to_schedule(codes, problem), problem)
+    assert round(timeline.bubble("span"), 4) == config["published_bubble_rate"][name]
+
+
+@pytest.mark.parametrize("name", sorted(LINEAR))
+@pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 1), (4, 2), (4, 4), (4, 9), (8, 24)])
+def test_every_order_is_legal(name: str, p: int, m: int) -> None:
+    problem = Problem.of(Profile.uniform(StageCost.simple(3, 3, 2), p, 1), None, m)
+    check(to_schedule(LINEAR[name](p, m), problem), problem)
+
+
+@pytest.mark.parametrize(("name", "most"), [("1F1B", 8), ("ZB-H1", 8), ("ZB-H2", 15), ("GPipe", 24)])
+def test_peak_memory_is_the_published_one(name: str, most: int) -> None:
+    problem = Problem.of(Profile.uniform(StageCost.simple(3, 3, 2, 10, 4), 8, 0), None, 24)
+    assert max(memory_peaks(to_schedule(LINEAR[name](8, 24), problem), problem)) == 10 * most
+
+
+def test_flat_times_carry_the_host_overhead() -> None:
+    profile = Profile((StageCost.simple(3, 4, 5),), overhead_ns=2)
+    flat = Flat.of(Problem.of(profile))
+    assert (flat.forward, flat.backward, flat.weight, flat.fused) == ((5,), (6,), (7,), (11,))
+    assert flat.relaxed().weight == (5,)
