@@ -151,8 +151,9 @@ def _plain(cells: Sequence[Cell], boxes: Sequence[Box], glyphs: Glyphs) -> Text:
             line += glyphs.gap * (end - column)
         else:
             action = boxes[owners[column]].action
-            label = _label(action, end - column)
-            label = action.kind.letter[0] if end - column == 1 else label
+            label = f"{action.kind.letter}{action.microbatch}"
+            if len(label) > end - column:
+                label = action.kind.letter[: end - column]
             line += label + fill_of(action.kind, glyphs) * (end - column - len(label))
         column = end
     return Text(line, end="")

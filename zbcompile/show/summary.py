@@ -15,7 +15,16 @@ from zbcompile.show.units import TimeUnit, format_bytes, percent, time_unit
 from zbcompile.simulate import Timeline, simulate
 from zbcompile.solution import Certificate
 
-__all__ = ["Plan", "headline", "measured_to_json", "plan_of", "proof_line", "to_json", "unit_problem"]
+__all__ = [
+    "Plan",
+    "headline",
+    "measured_to_json",
+    "plan_of",
+    "proof_line",
+    "remarks",
+    "to_json",
+    "unit_problem",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,25 @@ def plan_of(file: ScheduleFile) -> Plan:
         file.origin,
         file.problem is not None,
     )
+
+
+def remarks(plan: Plan) -> list[str]:
+    """What a glance finds wrong with an order that can run: work left out, caps exceeded."""
+    schedule, problem = plan.timeline.schedule, plan.timeline.problem
+    count = dict.fromkeys(Kind, 0)
+    for row in schedule.order:
+        for action in row:
+            count[action.kind] += 1
+    found, whole = [], problem.num_stages * problem.num_microbatches
+    fused = count[Kind.FULL_BACKWARD]
+    for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+        given = count[kind] + (0 if kind is Kind.FORWARD else fused)
+        if given != whole:
+            found.append(f"the order has {given} of {whole} {kind.value} actions")
+    for rank, (peak, cap) in enumerate(zip(plan.timeline.peak_bytes, problem.caps, strict=True)):
+        if cap is not None and peak > cap:
+            found.append(f"rank {rank} holds {format_bytes(peak)}, over its cap of {format_bytes(cap)}")
+    return found
 
 
 def headline(plan: Plan) -> str:

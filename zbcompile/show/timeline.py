@@ -211,15 +211,18 @@ class _Drawing:
                 lag = problem.lag_ns(edge, backward=message.backward)
                 if lag == 0:
                     continue
-                start = self._ready(message.backward, message.source, message.microbatch)
-                end = start + lag
+                ready = self._ready(message.backward, message.source, message.microbatch)
+                if ready is None:
+                    continue
+                start, end = ready, ready + lag
             found.append(Message(message.backward, start, end))
         return found
 
-    def _ready(self, backward: bool, stage: int, microbatch: int) -> int:
+    def _ready(self, backward: bool, stage: int, microbatch: int) -> int | None:
+        """When the action that makes a message ends; None where the order lacks it."""
         kinds = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD) if backward else (Kind.FORWARD,)
         ends = [self.times[a][1] for k in kinds if (a := Action(k, stage, microbatch)) in self.times]
-        return ends[0]
+        return ends[0] if ends else None
 
     def _memory(self, rank: int) -> Text:
         timeline, problem = self.timeline, self.timeline.problem

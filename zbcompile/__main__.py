@@ -1,0 +1,9 @@
+"""``python -m zbcompile`` is the command line."""
+
+from __future__ import annotations
+
+import sys
+
+from zbcompile.cli import main
+
+sys.exit(main())

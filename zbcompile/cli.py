@@ -1,0 +1,53 @@
+"""The command line. Data goes to standard output, talk to standard error, ``-`` is a pipe.
+
+Exit codes: 0 done, 1 a check failed or nothing fits, 2 usage or a broken file, 3 time limit without
+an order, 130 interrupted (the best order so far is still written).
+
+Each command lives in a module that is imported when it runs: a query never loads torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from zbcompile import __version__
+from zbcompile.cli_options import add_commands
+from zbcompile.errors import ZBCompileError
+
+__all__ = ["build_parser", "main"]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line, without running anything."""
+    parser = argparse.ArgumentParser(
+        prog="zbcompile",
+        description="Pipeline-parallel training in PyTorch with provably best orders.",
+        epilog="exit codes: 0 done; 1 check failed or nothing fits; 2 usage or broken file; "
+        "3 time limit without an order; 130 interrupted",
+    )
+    parser.add_argument("--version", action="version", version=f"zbcompile {__version__}")
+    add_commands(parser.add_subparsers(dest="command", metavar="COMMAND", required=True))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the return value is the exit code. Known errors become one message."""
+    arguments = build_parser().parse_args(argv)
+    module, name = arguments.run.split(":")
+    try:
+        code: int = getattr(importlib.import_module(module), name)(arguments)
+        sys.stdout.flush()
+        return code
+    except ZBCompileError as error:
+        print(f"zbcompile {arguments.command}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"zbcompile {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

@@ -1,0 +1,84 @@
+"""``zbcompile check``."""
+
+from __future__ import annotations
+
+import argparse
+
+from zbcompile.check import faults
+from zbcompile.cli_input import load_scheduled, say
+from zbcompile.errors import CheckError, UsageError
+from zbcompile.formats.fields import format_json
+from zbcompile.formats.files import write_text
+from zbcompile.formats.schedule_json import ScheduleFile
+from zbcompile.show.summary import unit_problem
+from zbcompile.simulate import simulate
+
+__all__ = ["check"]
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Judge a schedule. 0 when it is sound, 1 when not."""
+    file = load_scheduled(arguments)
+    problem = file.problem or unit_problem(file.schedule)
+    found = faults(file.schedule, problem)
+    if not found:
+        found += _claims(file, prove=arguments.certificate)
+    if arguments.json:
+        write_text("-", format_json(_verdict(file, found)))
+        return 1 if found else 0
+    for fault in found:
+        say(f"fault: {fault}")
+    if found:
+        say(f"{len(found)} fault{'s' if len(found) > 1 else ''} found")
+        return 1
+    count = sum(len(row) for row in file.schedule.order)
+    words = ["complete", "in order", "free of deadlock"]
+    if file.problem is not None and any(cap is not None for cap in problem.caps):
+        words.append("under the cap")
+    if file.certificate is not None:
+        words.append("certificate proved again" if arguments.certificate else "value as certified")
+    write_text("-", f"ok: {count} actions on {file.schedule.num_ranks} ranks: {', '.join(words)}\n")
+    return 0
+
+
+def _claims(file: ScheduleFile, *, prove: bool) -> list[CheckError]:
+    """Faults of the certificate: another value than the order has, or a bound that does not hold."""
+    if prove and (file.certificate is None or file.problem is None):
+        raise UsageError("the schedule carries no certificate to prove", fix="leave --certificate out")
+    if file.certificate is None or file.problem is None:
+        return []
+    value = simulate(file.schedule, file.problem).value_ns
+    if value != file.certificate.value_ns:
+        return [
+            CheckError(
+                "the certificate speaks of another value",
+                needed=f"{value} ns, as simulated",
+                given=f"{file.certificate.value_ns} ns",
+                fix="plan again",
+            )
+        ]
+    if not prove:
+        return []
+    from zbcompile.planner.certificate import verify
+
+    return verify(file.solution())
+
+
+def _verdict(file: ScheduleFile, found: list[CheckError]) -> dict[str, object]:
+    return {
+        "ok": not found,
+        "ranks": file.schedule.num_ranks,
+        "stages": file.schedule.num_stages,
+        "microbatches": file.schedule.num_microbatches,
+        "actions": sum(len(row) for row in file.schedule.order),
+        "faults": [
+            {
+                "what": fault.what,
+                "where": fault.where,
+                "needed": None if fault.needed is None else str(fault.needed),
+                "given": None if fault.given is None else str(fault.given),
+                "fix": fault.fix,
+            }
+            for fault in found
+        ],
+    }

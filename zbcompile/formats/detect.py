@@ -1,0 +1,33 @@
+"""One reader for every form in which an order comes: JSON, torch's CSV, or the IR's own text."""
+
+from __future__ import annotations
+
+from zbcompile.formats import schedule_json, torch_csv
+from zbcompile.formats.schedule_json import ScheduleFile
+from zbcompile.ir import Schedule
+
+__all__ = ["load_schedule"]
+
+
+def load_schedule(text: str, where: str) -> tuple[ScheduleFile, list[str]]:
+    """The schedule in a text of any known form, and remarks on what of it was left aside.
+
+    JSON starts with a brace, the text form with the word ``placement``; anything else is read as CSV.
+    Raises `FormatError`.
+    """
+    head = text.lstrip("\ufeff \t\r\n")
+    if head.startswith("{"):
+        return schedule_json.loads(text, where), []
+    if head.startswith("placement "):
+        schedule = Schedule.parse(text)
+        schedule_json.check_size(schedule, where)
+        return ScheduleFile(schedule, origin="imported text"), []
+    found = torch_csv.loads(text, where)
+    remarks = []
+    if found.left_out:
+        remarks.append(
+            f"left out {len(found.left_out)} actions of sharded parameters, such as {found.left_out[0]}"
+        )
+    if found.overlapped:
+        remarks.append(f"read {found.overlapped} OVERLAP_F_B pairs as their parts, one after the other")
+    return ScheduleFile(found.schedule, origin="imported CSV"), remarks
