@@ -1,0 +1,72 @@
+"""Communication: where sends and receives stand in the order, and how much may be on its way at once.
+
+``compute order --> the same order with sends and receives, and the number of send slots``::
+
+    0F0 | 1F0   -->   0F0 0SF0>1 | 1RF0<0 1F0
+
+Contract in: a legal compute order. Contract out: the compute actions of each rank are unchanged; the event
+graph with that many receives posted ahead and that many send slots has no cycle (no timing can make it
+hang); of all such pairs it is the smallest that costs no time against unbounded buffers. Both numbers bound the
+memory that messages hold. Rules and proof: `zbcompile.communication`, docs/runtime.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zbcompile.communication import insert_communication
+from zbcompile.errors import CheckError
+from zbcompile.events import EventGraph, describe_wait
+from zbcompile.ir import Schedule
+from zbcompile.problem import Problem
+
+__all__ = ["Lowered", "insert_comm"]
+
+_TRIED = ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (3, 3), (4, 4), (8, 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """An order with its communication. depth, send_slots : per channel; None: any number.
+
+    value_ns : its predicted span or makespan, as the problem's objective says.
+    """
+
+    schedule: Schedule
+    depth: int | None
+    send_slots: int | None
+    value_ns: int
+
+
+def insert_comm(schedule: Schedule, problem: Problem) -> Lowered:
+    """Put the sends and receives in. Raises `CheckError` when the transport would deadlock.
+
+    The transports ``rendezvous`` and ``batched`` bound what is on its way by themselves.
+    """
+    if problem.transport != "async":
+        lowered = insert_communication(schedule, problem)
+        return Lowered(lowered, None, None, _value(lowered, problem, None))
+    many = max(1, len(problem.profile.edges) * problem.num_microbatches)
+    unbounded = insert_communication(schedule, problem, many)
+    best = Lowered(unbounded, None, None, _value(unbounded, problem, None))
+    for depth, slots in _TRIED:
+        lowered = insert_communication(schedule, problem, depth)
+        value = _value(lowered, problem, slots)
+        if value <= best.value_ns:
+            return Lowered(lowered, depth, slots, value)
+    return best
+
+
+def _value(schedule: Schedule, problem: Problem, send_slots: int | None) -> int:
+    graph = EventGraph.of(schedule, problem, send_slots)
+    early = graph.earliest()
+    if early is None:
+        raise CheckError("deadlock: " + describe_wait(graph), fix="choose another transport or order")
+    late = graph.latest_first_starts(early)
+    ends = []
+    for rank, row in enumerate(schedule.order):
+        compute = [graph.node_of[rank][k] for k, a in enumerate(row) if a.kind.is_compute]
+        ends.append(early[compute[-1]] + graph.duration[compute[-1]] if compute else 0)
+    if problem.objective == "makespan":
+        return max(ends)
+    return max(end - start for end, start in zip(ends, late, strict=True))

@@ -1,0 +1,86 @@
+"""All ranks in one process: the ranks take turns, deterministically, and a deadlock is seen at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from zbcompile.errors import PipelineError, ZBCompileError
+from zbcompile.ir import Kind
+from zbcompile.runtime.program import Program
+from zbcompile.runtime.transport import describe
+from zbcompile.runtime.verbs import Rank, Step, Wait, check_finished
+
+__all__ = ["failure", "run_together"]
+
+_LAST = 1 << 62
+
+
+def run_together(
+    ranks: Sequence[Rank],
+    programs: Sequence[Program],
+    step: Step,
+    predicted: Mapping[tuple[Kind, int, int], int],
+) -> None:
+    """Run one step of every rank. Of those that can go on, the one whose next action is planned first does.
+
+    predicted : planned start of every compute action; it decides turns, never results.
+    Raises `PipelineError`: a deadlock, naming each rank's next action and what it waits for, or the failure of
+    an action, chained to its cause. Then no gradient has been handed over.
+    """
+    with torch.no_grad():
+        running = []
+        for rank, program in zip(ranks, programs, strict=True):
+            rank.begin(step, program.send_slots)
+            running.append(program.start(rank))
+        waits: dict[int, Wait] = {}
+        for index in range(len(ranks)):
+            _resume(index, ranks, running, waits)
+        while waits:
+            able = [i for i, wait in waits.items() if all(ticket.ready() for ticket in wait.tickets)]
+            if not able:
+                raise _deadlock(waits)
+            index = min(able, key=lambda i: (_start(waits[i], predicted), i))
+            _resume(index, ranks, running, waits)
+        for rank in ranks:
+            check_finished(rank)
+
+
+def _start(wait: Wait, predicted: Mapping[tuple[Kind, int, int], int]) -> int:
+    if wait.kind is None:
+        return _LAST
+    return predicted.get((wait.kind, wait.stage, wait.microbatch), 0)
+
+
+def _resume(index: int, ranks: Sequence[Rank], running: list[object], waits: dict[int, Wait]) -> None:
+    try:
+        waits[index] = next(running[index])  # type: ignore[call-overload]
+    except StopIteration:
+        waits.pop(index, None)
+    except Exception as error:
+        raise failure(ranks[index], error) from error
+
+
+def failure(rank: Rank, error: Exception) -> PipelineError:
+    """The error that every rank raises for what went wrong on this one."""
+    if isinstance(error, PipelineError):
+        return error
+    where = f"rank {rank.index}"
+    if rank.running is not None:
+        kind, stage, microbatch = rank.running
+        where += f", stage {stage}, microbatch {microbatch}, {kind.value}"
+    what = str(error) if isinstance(error, ZBCompileError) else f"{type(error).__name__}: {error}"
+    return PipelineError(what, where=where)
+
+
+def _deadlock(waits: Mapping[int, Wait]) -> PipelineError:
+    lines = []
+    for index, wait in sorted(waits.items()):
+        missing = [t for t in wait.tickets if not t.ready()]
+        words = "; ".join(f"{describe(t.key)} (rank {t.peer})" for t in missing)
+        lines.append(f"rank {index} at {wait} waits for {words}")
+    return PipelineError(
+        "deadlock: no rank can go on\n    " + "\n    ".join(lines),
+        fix="`zbcompile check` names the circle; a schedule that passes it cannot come here",
+    )

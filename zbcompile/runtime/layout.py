@@ -1,0 +1,86 @@
+"""Tensors as bytes on a wire: memory in the order of the strides that were compiled for.
+
+A dense tensor, in whatever order of its dimensions, travels as its own memory, without a copy. One with
+gaps or repeated elements travels as a contiguous copy. Zero elements travel not at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zbcompile.runtime.stages import PortLike
+
+__all__ = ["Layout"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one port's tensor lies in memory at the receiver; ``num_bytes`` are what a message carries."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    num_bytes: int
+    is_dense: bool
+
+    @staticmethod
+    def of(port: PortLike) -> Layout:
+        """The layout of a port; a tensor that repeats elements arrives contiguous."""
+        shape, stride = tuple(port.shape), tuple(port.stride)
+        count = 1
+        for extent in shape:
+            count *= extent
+        dense = _is_dense(shape, stride)
+        if not dense and any(s == 0 and n > 1 for s, n in zip(stride, shape, strict=True)):
+            stride, dense = _contiguous(shape), True
+        return Layout(shape, stride, port.dtype, port.device, count * port.dtype.itemsize, dense)
+
+    def as_bytes(self, tensor: Tensor) -> Tensor:
+        """A flat uint8 view of the tensor's memory, or of a copy where its layout is another."""
+        if self.is_dense:
+            if tensor.stride() != self.stride:
+                tensor = self._empty(self.stride).copy_(tensor)
+            flat = tensor.as_strided((tensor.numel(),), (1,))
+        else:
+            flat = tensor.contiguous().view(-1)
+        return flat.view(torch.uint8)
+
+    def buffer(self) -> Tensor:
+        """Memory for one arriving tensor."""
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+
+    def from_bytes(self, flat: Tensor) -> Tensor:
+        """The arrived tensor with the strides that were compiled for."""
+        typed = flat.view(self.dtype)
+        if self.is_dense:
+            return typed.as_strided(self.shape, self.stride)
+        return self._empty(self.stride).copy_(typed.view(self.shape))
+
+    def _empty(self, stride: tuple[int, ...]) -> Tensor:
+        return torch.empty_strided(self.shape, stride, dtype=self.dtype, device=self.device)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, step = [0] * len(shape), 1
+    for k in range(len(shape) - 1, -1, -1):
+        stride[k] = step
+        step *= max(shape[k], 1)
+    return tuple(stride)
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Every element once and no gap, in some order of the dimensions."""
+    if 0 in shape:
+        return True
+    step = 1
+    for extent, distance in sorted(
+        ((n, s) for n, s in zip(shape, stride, strict=True) if n > 1), key=lambda item: item[1]
+    ):
+        if distance != step:
+            return False
+        step *= extent
+    return True

@@ -1,0 +1,52 @@
+"""Random streams: every forward of (stage, microbatch) draws from a stream of its own.
+
+The stream's seed is a hash of (seed, step, stage, microbatch), so dropout masks are the same whether the ranks
+share a process or not, whatever the order of the schedule is, and a step run again with the same seed
+and step number gives the same bits. The surrounding random state is left as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.fx import GraphModule
+
+__all__ = ["draws_random_numbers", "stream", "stream_seed"]
+
+
+def stream_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
+    """63 bits from the four numbers."""
+    words = b"".join(int(n).to_bytes(16, "little", signed=True) for n in (seed, step, stage, microbatch))
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
+
+
+@contextlib.contextmanager
+def stream(value: int, devices: Sequence[torch.device]) -> Iterator[None]:
+    """Draw from the stream of seed ``value`` on the CPU and the CUDA devices given; restored afterwards."""
+    generators = [torch.default_generator]
+    for device in devices:
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generators.append(torch.cuda.default_generators[index])
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(value)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def draws_random_numbers(module: GraphModule) -> bool:
+    """Whether any call of the graph is tagged as drawing from a seeded generator."""
+    for inner in module.modules():
+        if not isinstance(inner, GraphModule):
+            continue
+        for node in inner.graph.nodes:
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+                return True
+    return False
