@@ -91,7 +91,8 @@ def _trace_all(captured: Captured, sources: Sequence[StageSource]) -> list[_Trac
     differentiable: dict[str, bool] = {}
     traced = []
     for source in sources:
-        traced.append(_trace(captured, source, differentiable, None))
+        live = frozenset(i for i, wire in enumerate(source.outputs) if wire.targets or wire.is_loss)
+        traced.append(_trace(captured, source, differentiable, live))
         for position, wire in enumerate(source.outputs):
             differentiable[wire.name] = position in traced[-1].joint.tangents
     returned: set[str] = set()
@@ -109,7 +110,7 @@ def _trace_all(captured: Captured, sources: Sequence[StageSource]) -> list[_Trac
 
 
 def _trace(
-    captured: Captured, source: StageSource, differentiable: dict[str, bool], live: frozenset[int] | None
+    captured: Captured, source: StageSource, differentiable: dict[str, bool], live: frozenset[int]
 ) -> _Traced:
     mode = torch_private.fake_mode()
     holes = list(source.module.graph.find_nodes(op="placeholder"))
