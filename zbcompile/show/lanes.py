@@ -38,15 +38,22 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of time that is drawn, on a number of columns."""
+    """The part of time that is drawn, on a number of columns.
+
+    Inside a picture times are multiplied by the number of columns: column edges are whole numbers then.
+    """
 
     first_ns: int
     last_ns: int
     columns: int
 
+    def scaled(self, time_ns: int) -> int:
+        """A time in the picture's own unit, zero at its left edge."""
+        return (time_ns - self.first_ns) * self.columns
+
     def edge(self, column: int) -> int:
-        """Time at a column's left edge, rounded to a nanosecond."""
-        return self.first_ns + column * (self.last_ns - self.first_ns) // self.columns
+        """A column's left edge in the picture's own unit."""
+        return column * (self.last_ns - self.first_ns)
 
     def column(self, time_ns: int) -> int:
         """The column that holds a time, kept inside the picture."""
@@ -61,19 +68,21 @@ def bar_lane(boxes: Sequence[Box], window: Window, glyphs: Glyphs, *, colour: bo
 
 
 Cell = list[tuple[int, int]]
-"""What a cell shows: (index of the box or -1 for idle, ns of it inside the cell), in order of time."""
+"""What a cell shows: (index of the box or -1 for idle, its length inside the cell), in order of time."""
 
 
 def _cells(boxes: Sequence[Box], window: Window) -> Iterable[Cell]:
+    starts = [window.scaled(box.start_ns) for box in boxes]
+    ends = [window.scaled(box.end_ns) for box in boxes]
     k = 0
     for column in range(window.columns):
         left, right = window.edge(column), window.edge(column + 1)
-        while k < len(boxes) and boxes[k].end_ns <= left:
+        while k < len(boxes) and ends[k] <= left:
             k += 1
         cell: Cell = []
         at, j = left, k
-        while j < len(boxes) and boxes[j].start_ns < right:
-            start, end = max(left, boxes[j].start_ns), min(right, boxes[j].end_ns)
+        while j < len(boxes) and starts[j] < right:
+            start, end = max(left, starts[j]), min(right, ends[j])
             if start > at:
                 cell.append((-1, start - at))
             if end > start:
@@ -100,11 +109,11 @@ def _whole(cells: Sequence[Cell]) -> dict[int, list[int]]:
 
 
 def _label(action: Action, room: int) -> str:
-    """Letter and microbatch, or the microbatch, or nothing: what fits."""
-    for text in (f"{action.kind.letter}{action.microbatch}", str(action.microbatch)):
-        if len(text) <= room:
-            return text
-    return ""
+    """Letter and microbatch, or the microbatch with a space beside it, or nothing: what fits."""
+    number = str(action.microbatch)
+    if len(action.kind.letter + number) <= room:
+        return action.kind.letter + number
+    return number if len(number) < room else ""
 
 
 def _coloured(cells: Sequence[Cell], boxes: Sequence[Box], glyphs: Glyphs) -> Text:
@@ -160,11 +169,19 @@ def _plain(cells: Sequence[Cell], boxes: Sequence[Box], glyphs: Glyphs) -> Text:
 
 
 def memory_lane(
-    steps: Sequence[tuple[int, int]], base: int, limit: int, window: Window, glyphs: Glyphs, *, colour: bool
+    steps: Sequence[tuple[int, int]],
+    base: int,
+    limit: int,
+    window: Window,
+    glyphs: Glyphs,
+    *,
+    colour: bool,
+    capped: bool = True,
 ) -> Text:
     """The highest memory of each column as a level between 0 and ``limit`` bytes.
 
     steps : (time, bytes held from then on), in order of time. base : bytes held before the first step.
+    capped : whether coming near the limit is worth a colour.
     """
     lane = Text(end="")
     held, k = base, 0
@@ -172,13 +189,13 @@ def memory_lane(
         held, k = steps[k][1], k + 1
     for column in range(window.columns):
         high, right = held, window.edge(column + 1)
-        while k < len(steps) and steps[k][0] < right:
+        while k < len(steps) and window.scaled(steps[k][0]) < right:
             held, k = steps[k][1], k + 1
             high = max(high, held)
         share = high / limit if limit else 0.0
         level = min(8, -(-8 * high // limit)) if limit else 0
         glyph = glyphs.levels[level - 1] if level > 0 else " "
-        lane.append(glyph, Style(color=heat(share)) if colour else Style.null())
+        lane.append(glyph, Style(color=heat(share if capped else 0.0)) if colour else Style.null())
     return lane
 
 

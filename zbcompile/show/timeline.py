@@ -78,6 +78,13 @@ class _Drawing:
         columns = max(_LEAST_COLUMNS, width - self.left - self.right)
         self.window = Window(first, max(last, first + 1), columns)
         self.times = action_times(self.timeline)
+        few, planned = p <= _MANY_RANKS, self.measured is None
+        self.sent = (
+            [self._messages(r) for r in range(p)] if planned and self.view.messages is not False else []
+        )
+        self.draws_messages = any(self.sent) and (few or self.view.messages is True)
+        shown = few if self.view.memory is None else self.view.memory
+        self.draws_memory = planned and shown and self.plan.has_profile
 
     def parts(self) -> Iterator[Text]:
         """All lines from top to bottom."""
@@ -87,10 +94,9 @@ class _Drawing:
         for rank in range(self.timeline.schedule.num_ranks):
             lines = list(self._rank(rank))
             yield from lines
-            if len(lines) > 1 and self.timeline.schedule.num_ranks <= _AIRY_RANKS:
+            airy = len(lines) > 1 and self.timeline.schedule.num_ranks <= _AIRY_RANKS
+            if airy or rank == self.timeline.schedule.num_ranks - 1:
                 yield Text()
-        if self.timeline.schedule.num_ranks > _AIRY_RANKS:
-            yield Text()
         yield from self._legend()
         if self.measured is not None:
             yield from self._measured_lines()
@@ -124,13 +130,19 @@ class _Drawing:
         yield self._line(" · ".join(words), _DIM)
 
     def _line(self, text: str, style: Style | None = None) -> Text:
-        return Text(text, style=style if self.colour and style else Style.null(), overflow="fold")
+        return Text(self._safe(text), style=style if self.colour and style else Style.null(), overflow="fold")
+
+    def _safe(self, text: str) -> str:
+        """Text that the terminal can show."""
+        if self.glyphs is not ASCII:
+            return text
+        return text.translate({0xB7: "|", 0xB5: "u"}).encode("ascii", "replace").decode()
 
     def _note(self, rank: int) -> str:
         whole = self.timeline.value_ns
         idle = 1.0 - self.timeline.busy_ns(rank) / whole if whole else 0.0
         memory = memory_text(self.plan, rank)
-        return f" idle {percent(idle)}" + (f" · {memory}" if memory else "")
+        return self._safe(f" idle {percent(idle)}" + (f" · {memory}" if memory else ""))
 
     def _axis(self) -> Text:
         window, unit = self.window, self.plan.unit
@@ -148,28 +160,24 @@ class _Drawing:
         return self._line(" " * self.left + "".join(marks), _DIM)
 
     def _rank(self, rank: int) -> Iterator[Text]:
-        few = self.timeline.schedule.num_ranks <= _MANY_RANKS
-        name = f"rank {rank}"
+        yield self._lane(f"rank {rank}", self._bars(rank), self.notes[rank])
         if self.measured is not None:
-            yield self._lane(name, self._bars(rank), self.notes[rank])
-            yield self._lane("  real" if self.left > 6 else "real", self._real(rank), self._real_note(rank))
+            yield self._lane("  real", self._real(rank), self._real_note(rank))
             return
-        yield self._lane(name, self._bars(rank), self.notes[rank])
-        sent = self._messages(rank)
-        if (few and bool(sent)) if self.view.messages is None else self.view.messages:
-            lane = message_lane(sent, self.window, self.glyphs, colour=self.colour)
-            yield self._lane("  sends" if self.left > 7 else " send", lane)
-        if (few if self.view.memory is None else self.view.memory) and self.plan.has_profile:
+        if self.draws_messages:
+            lane = message_lane(self.sent[rank], self.window, self.glyphs, colour=self.colour)
+            yield self._lane("  send", lane)
+        if self.draws_memory:
             yield self._lane("  mem", self._memory(rank))
 
     def _lane(self, name: str, lane: Text, note: str = "") -> Text:
-        line = Text(
-            name.ljust(self.left)[: self.left], style=_DIM if self.colour and name[0] == " " else "", end=""
+        line = Text(no_wrap=True, overflow="crop")
+        line.append(
+            name.ljust(self.left)[: self.left], _DIM if self.colour and name[0] == " " else Style.null()
         )
         line.append_text(lane)
         if self.right and note:
             line.append(note, _DIM if self.colour else Style.null())
-        line.no_wrap, line.overflow, line.end = True, "crop", "\n"
         return line
 
     def _bars(self, rank: int) -> Text:
@@ -234,20 +242,20 @@ class _Drawing:
             for k, a in enumerate(timeline.schedule.order[rank])
             if a.kind.is_compute
         ]
-        limit = problem.caps[rank]
-        if limit is None:
-            limit = max(timeline.peak_bytes)
-        base = problem.static_bytes(rank)
-        return memory_lane(steps, base, limit, self.window, self.glyphs, colour=self.colour)
+        cap, base = problem.caps[rank], problem.static_bytes(rank)
+        limit = max(timeline.peak_bytes) if cap is None else cap
+        return memory_lane(
+            steps, base, limit, self.window, self.glyphs, colour=self.colour, capped=cap is not None
+        )
 
     def _legend(self) -> Iterator[Text]:
         line = Text()
         for item in self._legend_items():
-            if line.cell_len and line.cell_len + item.cell_len > self.width:
+            if line.cell_len and line.cell_len + 3 + item.cell_len > self.width:
                 yield line
                 line = Text()
+            line.append("   " if line.cell_len else "")
             line.append_text(item)
-            line.append("   ")
         yield line
 
     def _legend_items(self) -> Iterator[Text]:
@@ -258,13 +266,13 @@ class _Drawing:
         yield self._item(Text(self.glyphs.gap * 3), "bubble")
         if self.measured is not None:
             return
-        if self.view.messages is not False:
+        if self.draws_messages:
             for glyph, kind, name in (
                 (self.glyphs.forward, Kind.SEND_F, "activation"),
                 (self.glyphs.backward, Kind.SEND_B, "gradient"),
             ):
                 yield self._item(Text(glyph, ink(kind) if self.colour else Style.null()), f"{name} sent")
-        if self.plan.has_profile and self.view.memory is not False:
+        if self.draws_memory:
             capped = any(cap is not None for cap in self.timeline.problem.caps)
             levels = "".join(self.glyphs.levels[k] for k in (2, 5, 7))
             yield self._item(Text(levels), "memory, full = " + ("the cap" if capped else "the highest peak"))
