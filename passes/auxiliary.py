@@ -13,6 +13,7 @@ from torch.fx import Node
 
 from zbcompile.passes.aliasing import StorageGroups, changed_arguments, is_random
 from zbcompile.passes.capture import Captured
+from zbcompile.passes.custom_functions import is_function_call
 from zbcompile.passes.op_costs import flops, is_heavy
 
 __all__ = ["auxiliary_nodes", "needed_auxiliary"]
@@ -40,7 +41,7 @@ def auxiliary_nodes(captured: Captured, groups: StorageGroups) -> set[Node]:
 def _is_root_taint(node: Node, captured: Captured, changed: set[Node], limit: float) -> bool:
     if node.op == "placeholder":
         return captured.roles[node.name].kind == "parameter" or node in changed
-    if node.op != "call_function" or is_random(node):
+    if node.op != "call_function" or is_random(node) or is_function_call(node.target):
         return True
     if is_heavy(node) and flops(node) >= limit:
         return True

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.errors import CaptureError, UsageError
 from zbcompile.passes import torch_private
+from zbcompile.passes.custom_functions import FunctionCall, intercepted
 from zbcompile.passes.values import Spec, flatten, unflatten
 
 __all__ = ["Captured", "Region", "Role", "capture"]
@@ -52,7 +53,8 @@ class Captured:
     module : the graph; roles : placeholder name -> Role; state : parameters and buffers by canonical
     name (the model's own tensors); constants : tensors that the code made; input_spec : how the flat
     batch inputs sit in (args, kwargs, target); results : per tensor leaf of ``result_spec`` the node's
-    name; loss : position of the loss among the results, or None.
+    name; loss : position of the loss among the results, or None; functions : the custom Functions that
+    ``zbcompile::function`` calls stand for.
     """
 
     module: GraphModule
@@ -63,6 +65,7 @@ class Captured:
     results: tuple[str, ...]
     result_spec: Spec
     loss: int | None
+    functions: Mapping[int, FunctionCall]
 
 
 class _Record:
@@ -87,7 +90,8 @@ class _Whole(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         args, kwargs, target = unflatten(self.spec, tensors)
-        value = self.model(*args, **kwargs)
+        with torch_private.as_in_eager():
+            value = self.model(*args, **kwargs)
         loss = None if self.loss_fn is None else self.loss_fn(value, target)
         if loss is not None:
             value = {"loss": loss, "output": value}
@@ -116,14 +120,15 @@ def capture(
     if not tensors:
         raise UsageError("the example holds no tensor", fix="give example args or kwargs with a tensor")
     record = _Record()
-    program = _export(_Whole(model, loss_fn, spec, record), tensors, model)
+    with intercepted() as functions:
+        program = _export(_Whole(model, loss_fn, spec, record), tensors, model)
     if record.spec is None:
         raise CaptureError(f"the forward of {type(model).__name__} did not return")
     state, names = _canonical(model)
     graph, roles, constants, results = _inline(program, _roles(program, names))
     state = {role.name: state[role.name] for role in roles.values() if role.name in state}
     module = GraphModule(dict(program.graph_module.named_modules()), graph)
-    return Captured(module, roles, state, constants, spec, results, record.spec, record.loss)
+    return Captured(module, roles, state, constants, spec, results, record.spec, record.loss, functions)
 
 
 def _own_loss(value: Any) -> Any:

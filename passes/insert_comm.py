@@ -20,7 +20,7 @@ from zbcompile.events import EventGraph, describe_wait
 from zbcompile.ir import Schedule
 from zbcompile.problem import Problem
 
-__all__ = ["Lowered", "insert_comm"]
+__all__ = ["Lowered", "insert_comm", "keep_comm"]
 
 _TRIED = ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (3, 3), (4, 4), (8, 8))
 
@@ -70,3 +70,20 @@ def _value(schedule: Schedule, problem: Problem, send_slots: int | None) -> int:
     if problem.objective == "makespan":
         return max(ends)
     return max(end - start for end, start in zip(ends, late, strict=True))
+
+
+def keep_comm(schedule: Schedule, problem: Problem) -> Lowered:
+    """For an order that comes with its communication: the fewest send slots that cost no time.
+
+    Raises `CheckError` when its messages can hang.
+    """
+    value = _value(schedule, problem, None)
+    if problem.transport != "async":
+        return Lowered(schedule, None, None, value)
+    for slots in (1, 2, 3, 4, 8):
+        try:
+            if _value(schedule, problem, slots) <= value:
+                return Lowered(schedule, None, slots, value)
+        except CheckError:
+            continue
+    return Lowered(schedule, None, None, value)

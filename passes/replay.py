@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 
 from zbcompile.passes import torch_private
 from zbcompile.passes.capture import Region
+from zbcompile.passes.custom_functions import FunctionCall, is_function_call
 
 __all__ = ["Replay"]
 
@@ -23,7 +24,9 @@ class Replay(nn.Module):
     argument or an earlier output is cloned (autograd's tracing loses the gradient of such a pair).
     """
 
-    def __init__(self, module: GraphModule, live: frozenset[int] | None = None) -> None:
+    def __init__(
+        self, module: GraphModule, functions: Mapping[int, FunctionCall], live: frozenset[int]
+    ) -> None:
         super().__init__()
         self.graph = module.graph
         self.attributes = {
@@ -32,6 +35,7 @@ class Replay(nn.Module):
             if node.op == "get_attr"
         }
         self.live = live
+        self.functions = functions
 
     def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         values: dict[Node, Any] = {}
@@ -45,15 +49,23 @@ class Replay(nn.Module):
                 elif node.op == "call_function":
                     regions.enter(node.meta.get("region", ()))
                     with torch_private.node_meta(node):
-                        values[node] = _call(node, values)
+                        values[node] = self._call(node, values)
         outputs = [values[node] for node in self.graph.output_node().args[0]]  # type: ignore[union-attr]
         return self._separate(outputs, arguments)
+
+    def _call(self, node: Node, values: dict[Node, Any]) -> Any:
+        args = torch.fx.map_arg(node.args, lambda n: values[n])
+        kwargs = torch.fx.map_arg(node.kwargs, lambda n: values[n])
+        if is_function_call(node.target):
+            return self.functions[args[0]](args[1])
+        target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        return target(*args, **kwargs)
 
     def _separate(self, outputs: list[Tensor], arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         seen = {_storage(argument) for argument in arguments}
         results = []
         for position, output in enumerate(outputs):
-            if self.live is not None and position not in self.live:
+            if position not in self.live:
                 output = output.detach()
             if _storage(output) in seen:
                 output = output.clone()
@@ -87,13 +99,6 @@ def _mode(region: Region) -> Any:
         return torch.set_grad_enabled(*region.settings)
     device, dtype, enabled = region.settings[:3]
     return torch.autocast(device, dtype, enabled, cache_enabled=True)
-
-
-def _call(node: Node, values: dict[Node, Any]) -> Any:
-    args = torch.fx.map_arg(node.args, lambda n: values[n])
-    kwargs = torch.fx.map_arg(node.kwargs, lambda n: values[n])
-    target: Callable[..., Any] = node.target  # type: ignore[assignment]
-    return target(*args, **kwargs)
 
 
 def _storage(value: Tensor) -> int:

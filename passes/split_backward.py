@@ -121,7 +121,7 @@ def _trace(
     for wire, hole in zip(source.inputs, holes[len(source.roles) :], strict=True):
         needs = wire.source[0] == "stage" and differentiable[wire.name]
         arguments.append(torch_private.as_fake(mode, hole.meta["val"], needs))
-    replay = Replay(source.module, live)
+    replay = Replay(source.module, captured.functions, live)
     replay.train()
     try:
         with torch_private.preserve_node_meta():

@@ -33,6 +33,7 @@ __all__ = [
     "FakeTensor",
     "JointGraph",
     "as_fake",
+    "as_in_eager",
     "autocast_weight_cache",
     "fake_mode",
     "joint_graph",
@@ -141,6 +142,17 @@ def region_of_call(node: Node) -> tuple[str, tuple[Any, ...], Node, tuple[Any, .
     if name == "wrap_with_autocast":
         return "autocast", tuple(node.args[:4]), node.args[4], tuple(node.args[5:])  # type: ignore[return-value]
     return None
+
+
+@contextlib.contextmanager
+def as_in_eager() -> Iterator[None]:
+    """Let a model that asks `torch.compiler.is_exporting` behave as it does in eager (causal masks)."""
+    previous = torch.compiler._is_exporting_flag
+    torch.compiler._is_exporting_flag = False
+    try:
+        yield
+    finally:
+        torch.compiler._is_exporting_flag = previous
 
 
 @contextlib.contextmanager
