@@ -8,7 +8,11 @@ Rules (proved by the event graph of `zbcompile.events`):
   sends, never in the order of use.
 * ``async`` and ``rendezvous``: the receive of a channel's k-th message is posted right after the
   action that used message k - depth, and in any case before the first use of a later message.
-* ``batched``: the receive is posted right before its use, next to the sends of the action before.
+* ``rendezvous``: receives are posted before the sends that stand at the same place, so that a
+  rank held up by a send is already open for its peers.
+* ``batched``: the receive joins the exchange right before its use; an activation's receive goes
+  further back, across W's that stand before its use, to the exchange that sends a gradient
+  (`send_backward_recv_forward` in Megatron's terms). Nobody waits for a W, so no order deadlocks by it.
 """
 
 from __future__ import annotations
@@ -46,6 +50,8 @@ def insert_communication(schedule: Schedule, problem: Problem, depth: int = RECE
         channel = (rank_of[message.source], rank_of[message.target])
         channels.setdefault(channel, []).append((position[producer][1], message))
         users[message] = position[user][1]
+        if problem.transport == "batched" and not message.backward:
+            users[message] = _before_weights(schedule.order[rank_of[message.target]], users[message])
     receives: list[dict[int, list[Action]]] = [{} for _ in schedule.order]
     for (_, target), sent in sorted(channels.items()):
         ordered = [m for _, m in sorted(sent, key=lambda item: (item[0], item[1].target))]
@@ -57,8 +63,9 @@ def insert_communication(schedule: Schedule, problem: Problem, depth: int = RECE
         line: list[Action] = list(receives[rank].get(0, ()))
         for k, action in enumerate(row):
             line.append(action)
-            line.extend(m.send for m in sorted(sends.get(action, ()), key=lambda m: m.target))
-            line.extend(receives[rank].get(k + 1, ()))
+            sent_here = [m.send for m in sorted(sends.get(action, ()), key=lambda m: m.target)]
+            posted_here = receives[rank].get(k + 1, [])
+            line += posted_here + sent_here if problem.transport == "rendezvous" else sent_here + posted_here
         order.append(line)
     return Schedule.of(schedule.placement, schedule.num_microbatches, order)
 
@@ -74,6 +81,13 @@ def _find(message: Message, stage: int, position: dict[Action, tuple[int, int]])
         where=f"needed for {message}",
         fix="add it to its rank's order",
     )
+
+
+def _before_weights(row: Sequence[Action], position: int) -> int:
+    """The position of the first of the W's that stand directly before ``position``, or itself."""
+    while position and row[position - 1].kind is Kind.BACKWARD_WEIGHT:
+        position -= 1
+    return position
 
 
 def _post_slots(uses: Sequence[int], depth: int) -> list[int]:

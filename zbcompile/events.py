@@ -11,7 +11,8 @@ What a rank does at a communication action depends on the problem's transport:
                 the k-th send of a channel waits until the (k-S)-th has arrived
     rendezvous  a send holds its rank until the message has arrived; receives are only posted
     batched     the run of communication actions between two compute actions is one exchange:
-                all are posted together and all must finish before the rank goes on
+                all are posted together and all must finish before the rank goes on (which receives
+                join which exchange is `zbcompile.communication`'s choice)
 
 The step ends on every timing if and only if this graph has no cycle: ranks do not branch and no
 receive has a choice of messages. Its longest path is the time of the step.
