@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 from zbcompile.passes.aliasing import viewed_arguments
+from zbcompile.passes.recurrent import keep_workspace
 from zbcompile.passes.torch_private import JointGraph
 
 __all__ = ["rewrite", "storage_root"]
@@ -28,6 +29,7 @@ def rewrite(joint: JointGraph, parameters: set[int]) -> None:
         name = str(node.target)
         if node.op != "call_function":
             continue
+        keep_workspace(node)
         if name.startswith(_CHECKS) and not node.users:
             graph.erase_node(node)
         elif name == "aten.convolution_backward.default":

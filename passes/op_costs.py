@@ -49,7 +49,7 @@ def _short(node: Node) -> str:
 
 def is_heavy(node: Node) -> bool:
     """Matmul, convolution, attention, recurrent layer or their backward: not recomputed unless priced."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not str(node.target).startswith("aten."):
         return node.op == "call_function" and getattr(node.target, "__name__", "") != "getitem"
     name = _short(node)
     return name in _MATMUL or "conv" in name or "attention" in name or "rnn" in name or name in _RECURRENT

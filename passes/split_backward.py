@@ -26,6 +26,7 @@ from zbcompile.passes.partition import StageSource, Wire
 from zbcompile.passes.replay import Replay
 from zbcompile.passes.save_set import Phase, cut, leaves
 from zbcompile.passes.stage_graphs import Graphs, Layout, Port, StageGraphs
+from zbcompile.passes.structural_hash import renamed, structural_hash
 
 __all__ = ["Recompute", "split_backward"]
 
@@ -44,6 +45,8 @@ class _Traced:
     joint: torch_private.JointGraph
     values: tuple[Tensor, ...]
     num_state: int
+    key: str
+    """`structural_hash` of the stage: stages with one key share the joint graph and the split."""
 
     @property
     def gradient_inputs(self) -> frozenset[int]:
@@ -66,13 +69,29 @@ def split_backward(
     """
     _check_recompute(recompute)
     traced = _trace_all(captured, sources)
+    made: dict[str, tuple[StageSource, StageGraphs]] = {}
+    for t in traced:
+        if t.key not in made:
+            made[t.key] = t.source, _StageSplit(captured, t, recompute).build()
     wanted = {
         (wire.name, t.source.index)
         for t in traced
         for i, wire in enumerate(t.source.inputs)
         if i in t.gradient_inputs
     }
-    return tuple(_StageSplit(captured, t, wanted, recompute).build() for t in traced)
+    stages = tuple(renamed(made[t.key][1], made[t.key][0], t.source, captured) for t in traced)
+    for stage in stages:
+        _check_gradients(stage, wanted)
+    return stages
+
+
+def _check_gradients(stage: StageGraphs, wanted: set[tuple[str, int]]) -> None:
+    for port in stage.outputs:
+        asked = port.is_loss or any((port.name, target) in wanted for target in port.targets)
+        if asked and not port.has_gradient:
+            raise SplitError(
+                f"stage {stage.index}: {port.name} should have a gradient and lost it in tracing"
+            )
 
 
 def _check_recompute(recompute: Recompute) -> None:
@@ -89,10 +108,11 @@ def _trace_all(captured: Captured, sources: Sequence[StageSource]) -> list[_Trac
     """Trace in stage order to learn what requires a gradient, then again, from the end, without the
     outputs that no gradient comes back to."""
     differentiable: dict[str, bool] = {}
+    known: dict[str, _Traced] = {}
     traced = []
     for source in sources:
         live = frozenset(i for i, wire in enumerate(source.outputs) if wire.targets or wire.is_loss)
-        traced.append(_trace(captured, source, differentiable, live))
+        traced.append(_trace_once(captured, source, differentiable, live, known))
         for position, wire in enumerate(source.outputs):
             differentiable[wire.name] = position in traced[-1].joint.tangents
     returned: set[str] = set()
@@ -104,23 +124,38 @@ def _trace_all(captured: Captured, sources: Sequence[StageSource]) -> list[_Trac
             if trace.source.outputs[i].name in returned or trace.source.outputs[i].is_loss
         )
         if live != frozenset(trace.joint.tangents):
-            trace = traced[index] = _trace(captured, trace.source, differentiable, live)
+            trace = traced[index] = _trace_once(captured, trace.source, differentiable, live, known)
         returned |= {trace.source.inputs[i].name for i in trace.gradient_inputs}
     return traced
 
 
+def _trace_once(
+    captured: Captured,
+    source: StageSource,
+    differentiable: dict[str, bool],
+    live: frozenset[int],
+    known: dict[str, _Traced],
+) -> _Traced:
+    """The trace of this stage, or that of an equal stage."""
+    needs = [wire.source[0] == "stage" and differentiable[wire.name] for wire in source.inputs]
+    key = structural_hash(source, captured, needs, live)
+    if key not in known:
+        known[key] = _trace(captured, source, needs, live, key)
+    return replace(known[key], source=source)
+
+
 def _trace(
-    captured: Captured, source: StageSource, differentiable: dict[str, bool], live: frozenset[int]
+    captured: Captured, source: StageSource, needs: Sequence[bool], live: frozenset[int], key: str
 ) -> _Traced:
     mode = torch_private.fake_mode()
     holes = list(source.module.graph.find_nodes(op="placeholder"))
     arguments: list[Tensor] = []
-    for role in source.roles:
+    for role, hole in zip(source.roles, holes, strict=False):
         value = captured.constants[role.name] if role.kind == "constant" else captured.state[role.name]
-        arguments.append(torch_private.as_fake(mode, value, value.requires_grad))
-    for wire, hole in zip(source.inputs, holes[len(source.roles) :], strict=True):
-        needs = wire.source[0] == "stage" and differentiable[wire.name]
-        arguments.append(torch_private.as_fake(mode, hole.meta["val"], needs))
+        device = hole.meta["val"].device
+        arguments.append(torch_private.as_fake(mode, value, value.requires_grad, device))
+    for hole, need in zip(holes[len(source.roles) :], needs, strict=True):
+        arguments.append(torch_private.as_fake(mode, hole.meta["val"], need))
     replay = Replay(source.module, captured.functions, live)
     replay.train()
     try:
@@ -130,17 +165,15 @@ def _trace(
         raise SplitError(f"stage {source.index} cannot be differentiated: {error}") from error
     parameters = {i for i, role in enumerate(source.roles) if role.kind in ("parameter", "buffer")}
     rewrite(joint, parameters)
-    return _Traced(source, joint, tuple(arguments), len(source.roles))
+    return _Traced(source, joint, tuple(arguments), len(source.roles), key)
 
 
 class _StageSplit:
     """Builds one `StageGraphs`; the attributes are the sets that the parts share."""
 
-    def __init__(
-        self, captured: Captured, traced: _Traced, wanted: set[tuple[str, int]], recompute: Recompute
-    ) -> None:
+    def __init__(self, captured: Captured, traced: _Traced, recompute: Recompute) -> None:
         self.captured, self.traced, self.source = captured, traced, traced.source
-        self.joint, self.wanted, self.recompute = traced.joint, wanted, recompute
+        self.joint, self.recompute = traced.joint, recompute
         self.arguments = {node: i for i, node in self.joint.arguments.items()}
         self.mutated = [i for i in sorted(self.joint.mutations) if i < traced.num_state]
         self._check_mutations()
@@ -297,11 +330,6 @@ class _StageSplit:
 
     def _output_port(self, position: int, wire: Wire) -> Port:
         has = position in self.joint.tangents
-        asked = any((wire.name, target) in self.wanted for target in wire.targets) or wire.is_loss
-        if asked and not has:
-            raise SplitError(
-                f"stage {self.source.index}: {wire.name} should have a gradient and lost it in tracing"
-            )
         value = self.outputs[position].meta["val"]
         if has:
             value = self.joint.tangents[position].meta["val"]

@@ -67,10 +67,13 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
-def as_fake(mode: FakeTensorMode, value: Tensor, requires_grad: bool) -> Tensor:
-    """A fake leaf with the shape, strides, dtype and device of ``value``."""
+def as_fake(
+    mode: FakeTensorMode, value: Tensor, requires_grad: bool, device: torch.device | None = None
+) -> Tensor:
+    """A fake leaf with the shape, strides and dtype of ``value``, on its device or the one given."""
+    device = device or value.device
     with mode:
-        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     if isinstance(value, torch.nn.Parameter):
         return nn.Parameter(fake, requires_grad=requires_grad)
     return fake.requires_grad_(requires_grad)

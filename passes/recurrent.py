@@ -1,0 +1,97 @@
+"""LSTM on the CPU with the kernel that eager uses.
+
+On fake tensors ``aten.lstm`` takes itself apart into matmuls, which rounds differently. Eager calls
+oneDNN's fused layer; `lstm` makes the same calls, so that a split stage equals eager to the bit. One
+fused call is indivisible: its backward is wholly in B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+__all__ = ["is_fused_lstm", "keep_workspace", "lstm"]
+
+_LSTM_MODE = 2
+
+
+def is_fused_lstm(node: Node) -> bool:
+    """Whether eager would run this call as oneDNN layers: LSTM, CPU, float32, no projection."""
+    if str(node.target) != "aten.lstm.input" or not torch.backends.mkldnn.is_available():
+        return False
+    if not torch.backends.mkldnn.enabled:  # type: ignore[attr-defined]
+        return False
+    x, state, weights = (node.args[i] for i in range(3))
+    tensors = [n.meta["val"] for n in (x, *state, *weights)]  # type: ignore[union-attr, misc]
+    cpu = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
+    return cpu and tensors[1].shape[2] == tensors[2].shape[2] and tensors[0].numel() != 0
+
+
+def lstm(
+    x: Tensor,
+    state: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``aten.lstm.input`` as a sequence of oneDNN layers."""
+    hidden = (x.transpose(0, 1) if batch_first else x).contiguous()
+    first_h, first_c = (part.contiguous() for part in state)
+    directions = 2 if bidirectional else 1
+    per_layer = 4 if has_biases else 2
+    last_h, last_c = [], []
+    for layer in range(num_layers):
+        outputs = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            own = list(weights[per_layer * index : per_layer * (index + 1)])
+            own += [torch.zeros_like(weight) for weight in own] if not has_biases else []
+            call: Any = torch.ops.aten.mkldnn_rnn_layer.default
+            output, h, c, _ = call(
+                hidden, *own, first_h[index], first_c[index], direction > 0, [], _LSTM_MODE,
+                first_h.shape[2], num_layers, has_biases, bidirectional, batch_first, train,
+            )  # fmt: skip
+            outputs.append(output)
+            last_h.append(h)
+            last_c.append(c)
+        hidden = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+        if dropout and train and layer < num_layers - 1:
+            hidden = torch.dropout(hidden, dropout, True)
+    output = hidden.transpose(0, 1) if batch_first else hidden
+    return output, torch.stack(last_h), torch.stack(last_c)
+
+
+_LIBRARY = torch.library.Library("zbcompile", "FRAGMENT")
+_LIBRARY.define(
+    "lstm_layer(Tensor x, Tensor w0, Tensor w1, Tensor w2, Tensor w3, Tensor h, Tensor c, bool reverse, "
+    "int[] batch_sizes, int mode, int hidden_size, int num_layers, bool has_biases, bool bidirectional, "
+    "bool batch_first, bool train) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+@torch.library.impl(_LIBRARY, "lstm_layer", "CPU")
+def _lstm_layer(*arguments: Any) -> tuple[Tensor, ...]:
+    """oneDNN's layer with the workspace that its backward reads; under no_grad the kernel makes none."""
+    detached = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
+    with torch.enable_grad():
+        results = torch.ops.aten.mkldnn_rnn_layer.default(*detached)
+    return tuple(result.detach() for result in results)
+
+
+@torch.library.register_fake("zbcompile::lstm_layer", lib=_LIBRARY)
+def _fake_lstm_layer(*arguments: Any) -> tuple[Tensor, ...]:
+    return torch.ops.aten.mkldnn_rnn_layer.default(*arguments)  # type: ignore[no-any-return]
+
+
+def keep_workspace(node: Node) -> None:
+    """Make a traced oneDNN layer produce its workspace when it runs without autograd."""
+    if str(node.target) == "aten.mkldnn_rnn_layer.default":
+        node.target = torch.ops.zbcompile.lstm_layer.default
