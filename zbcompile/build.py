@@ -1,0 +1,254 @@
+"""From what `compile` was asked to something that runs: one straight line, in one process or one per rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbcompile import driver
+from zbcompile.costs import Profile
+from zbcompile.driver import Observer, Options, Plan
+from zbcompile.errors import UsageError
+from zbcompile.formats import schedule_json
+from zbcompile.formats.measured_json import Measured
+from zbcompile.ir import Kind, Placement, Schedule
+from zbcompile.passes.frontend import FrontEndResult
+from zbcompile.passes.values import Spec, flatten, unflatten
+from zbcompile.runtime.batches import BatchPlan
+from zbcompile.runtime.gradients import hand_over
+from zbcompile.runtime.local import LocalRunner
+from zbcompile.runtime.modules import Stage, StateReader
+from zbcompile.runtime.randomness import draws_random_numbers
+from zbcompile.runtime.verbs import Setup, Step, parameters_of
+from zbcompile.simulate import simulate
+from zbcompile.solution import Solution
+
+__all__ = ["Asked", "Built", "Found", "build"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The arguments of `zbcompile.compile`, checked for their types."""
+
+    model: nn.Module
+    num_stages: int
+    loss_fn: Callable[..., Tensor] | None
+    num_microbatches: int | None
+    memory_limit: int | tuple[int | None, ...] | None
+    placement: str | Placement
+    objective: str
+    transport: str
+    profile: Profile | None
+    schedule: Schedule | Solution | None
+    num_ranks: int | None
+    group: Any
+    seed: int
+    front: Mapping[str, Any]
+    time_limit_s: float
+    scale_grads: bool
+    whole: tuple[str | int, ...]
+    stall_limit_s: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a step gives on this process."""
+
+    losses: tuple[Tensor, ...]
+    output: Any
+
+
+class Call:
+    """The form of a call: how its arguments are nested, which tensors are cut into microbatches."""
+
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, whole: Sequence[str | int], count: int
+    ) -> None:
+        tensors, self.spec = flatten((args, kwargs, target))
+        names = [_name(path) for path in self.spec.paths()]
+        kept = [_is_whole(name, whole) for name in names]
+        self.plan = BatchPlan(names, tensors, count, kept)
+        self.example = self.plan.split(tensors)[0]
+
+    def microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[list[Tensor]]:
+        """The flat tensors of each microbatch. Raises `ShapeError` or `UsageError` for another form of call."""
+        tensors, spec = flatten((args, kwargs, target))
+        difference = _difference(self.spec, spec, "")
+        if difference is not None:
+            raise UsageError(
+                "the call differs from the one that was compiled",
+                where=_name(difference) or "the arguments",
+                fix="pass the same arguments, or compile another pipeline for this form",
+            )
+        return self.plan.split(tensors)
+
+
+def _name(path: str) -> str:
+    for prefix, word in (("[0]", "args"), ("[1].", ""), ("[1]", "kwargs"), ("[2]", "target")):
+        if path.startswith(prefix):
+            return word + path.removeprefix(prefix)
+    return path
+
+
+def _is_whole(name: str, whole: Sequence[str | int]) -> bool:
+    keys = [f"args[{key}]" if isinstance(key, int) else key for key in whole]
+    return any(name == key or name.startswith((f"{key}.", f"{key}[")) for key in keys)
+
+
+def _difference(old: Spec, new: Spec, path: str) -> str | None:
+    """Path of the first place where two calls are nested differently or a constant differs."""
+    if old.kind != new.kind or old.keys != new.keys or len(old.children) != len(new.children):
+        return path or "[0]"
+    if old.kind == "constant":
+        return None if old.value is new.value or bool(old.value == new.value) else path
+    for key, left, right in zip(old.keys, old.children, new.children, strict=True):
+        step = f".{key}" if isinstance(key, str) else f"[{key}]"
+        found = _difference(left, right, path + step)
+        if found is not None:
+            return found
+    return None
+
+
+class Built:
+    """A captured, planned and loaded pipeline."""
+
+    def __init__(
+        self, asked: Asked, call: Call, front: FrontEndResult, plan: Plan, setup: Setup, runner: Any
+    ) -> None:
+        self.asked, self.call, self.front, self.plan = asked, call, front, plan
+        self.setup, self.runner = setup, runner
+        names = dict.fromkeys(n for s in front.stages for n in (*s.parameters, *s.buffers))
+        self.reader = StateReader(asked.model, list(names))
+        self.stages = [Stage(s.index, s, front.captured.state) for s in front.stages]
+
+    def run_step(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        number: int,
+        loss_scale: float,
+        keep: bool,
+    ) -> Found:
+        """One step; gradients are handed over at its end."""
+        with self.runner.reporting():
+            batch = self.call.microbatches(args, kwargs, target)
+        step = Step(batch, number, loss_scale, keep)
+        state = self.reader.read()
+        gradients = self.runner.run(step, state)
+        divisor = self.setup.num_microbatches if self.asked.scale_grads else None
+        hand_over(gradients, parameters_of(state), divisor)
+        return self._found(step, keep)
+
+    def _found(self, step: Step, keep: bool) -> Found:
+        count = self.setup.num_microbatches
+        losses = tuple(step.losses[i] for i in range(count)) if step.losses else ()
+        if not keep:
+            return Found(losses, None)
+        leaves = []
+        for k, place in enumerate(self.front.result_ports):
+            parts = step.results.get(place)
+            if parts is None:
+                return Found(losses, None)
+            leaves.append(self._join([parts[i] for i in range(count)], k == self.front.loss))
+        result = self.front.rebuild(leaves)
+        return Found(losses, result["output"] if self.asked.loss_fn is not None else result)
+
+    def _join(self, parts: list[Tensor], is_loss: bool) -> Tensor:
+        if parts[0].dim():
+            return torch.cat(parts)
+        stacked = torch.stack(parts)
+        if not is_loss:
+            return stacked
+        return stacked.mean() if self.asked.scale_grads else stacked.sum()
+
+    def timeline(self) -> Measured:
+        """The last step as measured."""
+        return Measured.of(self.runner.actions(), f"measured, torch {torch.__version__}")
+
+    def close(self) -> None:
+        """Release the runner."""
+        self.runner.close()
+
+
+def build(
+    asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, observer: Observer
+) -> Built:
+    """Capture, plan (on the first rank, for all) and load the programs."""
+    ranks = asked.num_ranks or asked.num_stages
+    count = _microbatches(asked, args, kwargs, target, ranks)
+    call = Call(args, kwargs, target, asked.whole, count)
+    one_args, one_kwargs, one_target = unflatten(call.spec, call.example)
+    wanted = {name: value for name, value in asked.front.items() if value not in (None, "eager", "none")}
+    front = driver.build_front(
+        asked.model,
+        asked.num_stages,
+        one_args,
+        one_kwargs,
+        observer,
+        target=one_target,
+        loss_fn=asked.loss_fn,
+        **wanted,
+    )
+    options = Options(
+        asked.num_stages,
+        ranks,
+        count,
+        asked.memory_limit,
+        asked.placement,
+        asked.objective,
+        asked.transport,
+        asked.schedule.schedule if isinstance(asked.schedule, Solution) else asked.schedule,
+        asked.seed,
+        asked.time_limit_s,
+    )
+    profile = asked.profile or driver.measured(front, call.example, observer)
+    plan = driver.plan(profile, options, observer)
+    setup = Setup(
+        front.stages,
+        plan.schedule.placement,
+        count,
+        asked.seed,
+        frozenset(s.index for s in front.stages if draws_random_numbers(s.graphs.forward)),
+    )
+    runner = LocalRunner(setup, plan.texts, _predicted(plan), _device(front))
+    return Built(asked, call, front, plan, setup, runner)
+
+
+def _microbatches(
+    asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, ranks: int
+) -> int:
+    given = asked.schedule
+    if given is not None:
+        schedule = given.schedule if isinstance(given, Solution) else given
+        if asked.num_microbatches not in (None, schedule.num_microbatches):
+            raise UsageError(
+                "the schedule has another number of microbatches",
+                needed=asked.num_microbatches,
+                given=schedule.num_microbatches,
+            )
+        return schedule.num_microbatches
+    if asked.num_microbatches is not None:
+        return asked.num_microbatches
+    tensors, _ = flatten((args, kwargs, target))
+    size = next((t.shape[0] for t in tensors if t.dim()), 1)
+    return next(k for k in range(min(2 * ranks, size), 0, -1) if size % k == 0)
+
+
+def _predicted(plan: Plan) -> dict[tuple[Kind, int, int], int]:
+    timeline = simulate(plan.schedule, plan.problem)
+    return {
+        (a.kind, a.stage, a.microbatch): timeline.start[r][k] for r, k, a in plan.schedule.actions()
+    }
+
+
+def _device(front: FrontEndResult) -> torch.device:
+    for stage in front.stages:
+        for port in (*stage.inputs, *stage.outputs):
+            return port.device
+    return torch.device("cpu")

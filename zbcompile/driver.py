@@ -1,0 +1,256 @@
+"""The spine: a model becomes stages, stages a profile, a profile an order, an order programs.
+
+Read `build` from top to bottom. After every step the observer gets (pass name, artifact); dumping, timing
+and checking hang there. ``ZBCOMPILE_DUMP=directory`` writes every artifact as text.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from zbcompile.check import check
+from zbcompile.costs import Profile
+from zbcompile.errors import InfeasibleError, UsageError
+from zbcompile.formats import profile_json, schedule_json
+from zbcompile.formats.detect import load_schedule
+from zbcompile.formats.files import read_text, write_text
+from zbcompile.ir import Placement, Schedule
+from zbcompile.passes.codegen import emit
+from zbcompile.passes.frontend import FrontEndResult, build_stages
+from zbcompile.passes.insert_comm import Lowered, insert_comm, keep_comm
+from zbcompile.passes.measure import measure
+from zbcompile.passes.merge_backward import merge_backward
+from zbcompile.planner.bounds import best_bound
+from zbcompile.planner.flat import Flat
+from zbcompile.planner.plan import plan as find_order
+from zbcompile.problem import Problem
+from zbcompile.simulate import simulate
+from zbcompile.solution import Certificate, Solution
+
+__all__ = ["Observer", "Options", "Plan", "build_front", "dump_to", "lower", "measured", "plan", "rated"]
+
+Observer = Callable[[str, object], None]
+"""Called with the name of a pass and what it made."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a pipeline is asked to be; see `zbcompile.compile` for the meaning of each.
+
+    memory_limit : bytes, for all ranks or for each. schedule : an order to use instead of a search.
+    """
+
+    num_stages: int
+    num_ranks: int
+    num_microbatches: int
+    memory_limit: int | tuple[int | None, ...] | None = None
+    placement: str | Placement = "auto"
+    objective: str = "span"
+    transport: str = "async"
+    schedule: Schedule | None = None
+    seed: int = 0
+    time_limit_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An order ready to run: the planner's solution, the order with its communication, the programs.
+
+    certificate : of the order that runs, communication and merged backwards included.
+    """
+
+    solution: Solution
+    lowered: Lowered
+    certificate: Certificate
+    texts: tuple[str, ...]
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs, sends and receives included."""
+        return self.lowered.schedule
+
+    @property
+    def problem(self) -> Problem:
+        """What it was planned for."""
+        return self.solution.problem
+
+
+def quiet(name: str, artifact: object) -> None:
+    """The observer that does nothing."""
+
+
+def build_front(
+    model: nn.Module,
+    num_stages: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    observer: Observer = quiet,
+    **front: Any,
+) -> FrontEndResult:
+    """Capture, partition, split: one example microbatch in, stages out."""
+    result = build_stages(model, num_stages, args, kwargs, **front)
+    observer("capture", result.captured)
+    observer("partition", result.sources)
+    observer("split_backward", result.stages)
+    return result
+
+
+def measured(
+    front: FrontEndResult, microbatch: Sequence[Tensor], observer: Observer = quiet, **how: Any
+) -> Profile:
+    """Time the stages on this machine."""
+    profile = measure(front.stages, front.captured.state, microbatch, **how)
+    observer("measure", profile)
+    return profile
+
+
+def plan(profile: Profile, options: Options, observer: Observer = quiet) -> Plan:
+    """The best order that the time allows, lowered to programs."""
+    if options.schedule is not None:
+        solution = rated(options.schedule, profile, options)
+    else:
+        solution = _search(profile, options)
+    observer("plan", solution)
+    return lower(solution, observer)
+
+
+def lower(solution: Solution, observer: Observer = quiet) -> Plan:
+    """merge_backward, insert_comm, check, codegen. An order that has its communication keeps it."""
+    schedule, problem = solution.schedule, solution.problem
+    if schedule.has_communication:
+        lowered = keep_comm(schedule, problem)
+    else:
+        if solution.origin != "imported":
+            schedule = merge_backward(schedule, problem)
+            observer("merge_backward", schedule)
+        lowered = insert_comm(schedule, problem)
+    observer("insert_comm", lowered.schedule)
+    check(lowered.schedule, problem)
+    certificate = replace(solution.certificate, value_ns=lowered.value_ns)
+    texts = emit(lowered.schedule, problem, certificate, lowered.send_slots)
+    observer("codegen", texts)
+    return Plan(solution, lowered, certificate, texts)
+
+
+def rated(schedule: Schedule, profile: Profile, options: Options) -> Solution:
+    """An order from elsewhere, checked, with the bound of its problem as certificate."""
+    caps = options.memory_limit
+    problem = Problem.of(
+        profile, schedule.placement, schedule.num_microbatches, caps, options.objective, options.transport
+    )
+    check(schedule, problem)
+    value = simulate(schedule, problem).value_ns
+    bound = best_bound(problem)
+    certificate = Certificate(
+        options.objective, value, min(bound.value_ns, value), bound.method, bound.witness
+    )
+    return Solution(problem, schedule, certificate, (0,) * problem.num_stages, "imported")
+
+
+def _search(profile: Profile, options: Options) -> Solution:
+    """Plan for every placement that is asked for and keep the best."""
+    placements = _placements(options)
+    best: Solution | None = None
+    refused: InfeasibleError | None = None
+    for placement in placements:
+        problem = Problem.of(
+            profile,
+            placement,
+            options.num_microbatches,
+            options.memory_limit,
+            options.objective,
+            options.transport,
+        )
+        try:
+            found = find_order(
+                problem, time_limit_s=options.time_limit_s / len(placements), seed=options.seed
+            )
+        except InfeasibleError as error:
+            refused = refused or error
+            continue
+        if best is None or found.certificate.value_ns < best.certificate.value_ns:
+            best = found
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best
+
+
+def _placements(options: Options) -> list[Placement]:
+    stages, ranks = options.num_stages, options.num_ranks
+    if isinstance(options.placement, Placement):
+        chosen = options.placement
+        if chosen.num_stages != stages or chosen.num_ranks != ranks:
+            raise UsageError(
+                "the placement does not fit",
+                needed=f"{stages} stages on {ranks} ranks",
+                given=f"{chosen.num_stages} stages on {chosen.num_ranks} ranks",
+            )
+        return [chosen]
+    if stages < ranks:
+        raise UsageError(
+            f"{ranks} ranks cannot share {stages} stages",
+            fix="ask for at least as many stages as ranks",
+        )
+    if options.placement != "auto":
+        if stages % ranks:
+            raise UsageError(
+                f"placement {options.placement!r} needs the same number of stages on every rank",
+                needed=f"a multiple of {ranks} stages",
+                given=stages,
+            )
+        return [Placement.named(options.placement, ranks, stages // ranks)]
+    if stages == ranks:
+        return [Placement.linear(ranks)]
+    if stages % ranks:
+        return [Placement(tuple(s * ranks // stages for s in range(stages)))]
+    return [Placement.v(ranks, stages // ranks), Placement.looped(ranks, stages // ranks)]
+
+
+def read_schedule(path: str | os.PathLike[str]) -> Schedule:
+    """An order from a schedule file (JSON) or torch's CSV. Raises `FormatError`."""
+    return load_schedule(read_text(path), str(path))[0].schedule
+
+
+def read_profile(path: str | os.PathLike[str]) -> Profile:
+    """A profile from a file. Raises `FormatError`."""
+    return profile_json.loads(read_text(path), str(path)).profile
+
+
+def dump_to(directory: str | os.PathLike[str]) -> Observer:
+    """An observer that writes what every pass made to ``NN-name.txt``, in order."""
+    folder, count = Path(directory), 0
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def write(name: str, artifact: object) -> None:
+        nonlocal count
+        write_text(folder / f"{count:02d}-{name}.txt", _as_text(artifact) + "\n")
+        count += 1
+
+    return write
+
+
+def _as_text(artifact: object) -> str:
+    if isinstance(artifact, tuple):
+        return "\n\n".join(_as_text(part) for part in artifact)
+    if isinstance(artifact, str):
+        return artifact
+    if isinstance(artifact, Schedule | Profile):
+        return str(artifact) if isinstance(artifact, Schedule) else profile_json.dumps(artifact)
+    if isinstance(artifact, Solution):
+        return schedule_json.dumps(artifact)
+    graphs = getattr(artifact, "graphs", None)
+    if graphs is not None:
+        names = ("forward", "backward_input", "backward_weight", "full_backward")
+        head = f"# stage {getattr(artifact, 'index', '')}"
+        return "\n\n".join([head, *(_as_text(getattr(graphs, name)) for name in names)])
+    module = getattr(artifact, "module", artifact)
+    if isinstance(module, nn.Module) and hasattr(module, "print_readable"):
+        return str(module.print_readable(print_output=False))
+    return repr(artifact)
