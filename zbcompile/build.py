@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from zbcompile import driver
 from zbcompile.costs import Profile
 from zbcompile.driver import Observer, Options, Plan
-from zbcompile.errors import UsageError
+from zbcompile.errors import PipelineError, UsageError, ZBCompileError
 from zbcompile.formats import schedule_json
 from zbcompile.formats.measured_json import Measured
 from zbcompile.ir import Kind, Placement, Schedule
 from zbcompile.passes.frontend import FrontEndResult
 from zbcompile.passes.values import Spec, flatten, unflatten
 from zbcompile.runtime.batches import BatchPlan
-from zbcompile.runtime.gradients import hand_over
+from zbcompile.runtime.distributed import DistributedRunner
+from zbcompile.runtime.gradients import hand_over, tied_holders
+from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.local import LocalRunner
 from zbcompile.runtime.modules import Stage, StateReader
 from zbcompile.runtime.randomness import draws_random_numbers
@@ -179,8 +181,11 @@ class Built:
 def build(
     asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, observer: Observer
 ) -> Built:
-    """Capture, plan (on the first rank, for all) and load the programs."""
-    ranks = asked.num_ranks or asked.num_stages
+    """Capture, plan (on rank 0, for all) and load the programs."""
+    group = PipelineGroup.present(asked.group, asked.stall_limit_s)
+    if group is not None:
+        group.require_size(asked.num_ranks)
+    ranks = group.size if group is not None else (asked.num_ranks or asked.num_stages)
     count = _microbatches(asked, args, kwargs, target, ranks)
     call = Call(args, kwargs, target, asked.whole, count)
     one_args, one_kwargs, one_target = unflatten(call.spec, call.example)
@@ -195,20 +200,11 @@ def build(
         loss_fn=asked.loss_fn,
         **wanted,
     )
-    options = Options(
-        asked.num_stages,
-        ranks,
-        count,
-        asked.memory_limit,
-        asked.placement,
-        asked.objective,
-        asked.transport,
-        asked.schedule.schedule if isinstance(asked.schedule, Solution) else asked.schedule,
-        asked.seed,
-        asked.time_limit_s,
-    )
-    profile = asked.profile or driver.measured(front, call.example, observer)
-    plan = driver.plan(profile, options, observer)
+    options = _options(asked, ranks, count)
+    if group is None:
+        plan = _plan(asked, options, call, front, observer)
+    else:
+        plan = _agreed_plan(group, asked, options, call, front, observer)
     setup = Setup(
         front.stages,
         plan.schedule.placement,
@@ -216,8 +212,74 @@ def build(
         asked.seed,
         frozenset(s.index for s in front.stages if draws_random_numbers(s.graphs.forward)),
     )
-    runner = LocalRunner(setup, plan.texts, _predicted(plan), _device(front))
+    runner: Any
+    if group is None:
+        runner = LocalRunner(setup, plan.texts, _predicted(plan), _device(front))
+    else:
+        runner = DistributedRunner(group, setup, plan.texts[group.rank], _device(front), asked.stall_limit_s)
     return Built(asked, call, front, plan, setup, runner)
+
+
+def _options(asked: Asked, ranks: int, count: int) -> Options:
+    schedule = asked.schedule.schedule if isinstance(asked.schedule, Solution) else asked.schedule
+    return Options(
+        asked.num_stages,
+        ranks,
+        count,
+        asked.memory_limit,
+        asked.placement,
+        asked.objective,
+        asked.transport,
+        schedule,
+        asked.seed,
+        asked.time_limit_s,
+    )
+
+
+def _plan(asked: Asked, options: Options, call: Call, front: FrontEndResult, observer: Observer) -> Plan:
+    profile = asked.profile or driver.measured(front, call.example, observer)
+    return driver.plan(profile, options, observer)
+
+
+def _agreed_plan(
+    group: PipelineGroup, asked: Asked, options: Options, call: Call, front: FrontEndResult, observer: Observer
+) -> Plan:
+    """Rank 0 measures and plans; all refuse to start when they were asked for different things."""
+    group.agree(
+        {
+            "microbatches": str(options.num_microbatches),
+            "stage graphs": " ".join(s.signature_hash() for s in front.stages),
+            "batch": f"{call.plan.names} {call.plan.sliced} {call.plan.shapes}",
+            "plan": "" if options.schedule is None else str(options.schedule),
+            "profile": "" if asked.profile is None else repr(asked.profile),
+            "options": repr(replace(options, schedule=None)),
+            "tied parameters": _tied_state(front),
+        }
+    )
+    problem: ZBCompileError | None = None
+    text = ""
+    if group.rank == 0:
+        try:
+            text = "ok" + schedule_json.dumps(_plan(asked, options, call, front, observer).solution)
+        except ZBCompileError as error:
+            problem, text = error, f"{type(error).__name__} on rank 0: {error}"
+    text = group.from_first(text)
+    if problem is not None:
+        raise problem
+    if not text.startswith("ok"):
+        raise PipelineError(text)
+    plan = driver.lower(schedule_json.loads(text[2:], "the plan of rank 0").solution())
+    group.agree({"programs": "\n".join(plan.texts)})
+    return plan
+
+
+def _tied_state(front: FrontEndResult) -> str:
+    """A hash of the parameters that several stages hold: their copies must start equal."""
+    digest = hashlib.sha256()
+    for name in tied_holders([s.trainable for s in front.stages]):
+        value = front.captured.state[name].detach().cpu().contiguous().view(-1).view(torch.uint8)
+        digest.update(value.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _microbatches(

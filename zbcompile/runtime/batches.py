@@ -41,7 +41,7 @@ class BatchPlan:
             t.dim() > 0 and not kept and t.shape[0] == self.batch_size
             for t, kept in zip(tensors, whole, strict=True)
         )
-        self._shapes = tuple(tuple(t.shape) for t in tensors)
+        self.shapes = tuple(tuple(t.shape) for t in tensors)
         self._dtypes = tuple(t.dtype for t in tensors)
         self._strides = tuple(self._piece(k, t, 0).stride() for k, t in enumerate(tensors))
 
@@ -70,7 +70,7 @@ class BatchPlan:
                 needed=f"{len(self.names)}: {', '.join(self.names)}",
                 given=len(tensors),
             )
-        for name, shape, dtype, tensor in zip(self.names, self._shapes, self._dtypes, tensors, strict=True):
+        for name, shape, dtype, tensor in zip(self.names, self.shapes, self._dtypes, tensors, strict=True):
             if tuple(tensor.shape) == shape and tensor.dtype == dtype:
                 continue
             size = tensor.shape[0] if tensor.dim() else 0

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["default_store", "profiler_enabled"]
+__all__ = ["own_store", "profiler_enabled"]
 
 
 def profiler_enabled() -> bool:
@@ -15,6 +15,13 @@ def profiler_enabled() -> bool:
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
-def default_store() -> Any:
-    """The key-value store that the default process group was made with."""
-    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+def own_store() -> Any:
+    """The key-value store of the default process group, through a connection of its own where it has one.
+
+    A thread may then use it while another thread waits in the store.
+    """
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return store

@@ -113,6 +113,7 @@ class Rank:
         self.sums = GradientSums(self.setup.num_microbatches)
         self.gradients: dict[str, Tensor] = {}
         self.running: tuple[Kind, int, int] | None = None
+        self.running_since = 0.0
         self._arriving: dict[Key, Ticket] = {}
         self._made: dict[Key, list[Tensor]] = {}
         self._saved: dict[tuple[int, int], list[Any]] = {}
@@ -233,6 +234,7 @@ class Rank:
             into[position] = tensor if held is None else held + tensor
 
     def _run(self, kind: Kind, stage: int, microbatch: int, call: Any, *args: Any) -> Any:
+        self.running_since = time.monotonic()
         self.running = (kind, stage, microbatch)
         result = self.recorder.run(kind, stage, microbatch, call, *args)
         self.running = None

@@ -1,0 +1,149 @@
+"""The processes of one pipeline: agreement before the first message, and small texts between them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zbcompile.errors import PipelineError, UsageError
+
+__all__ = ["PipelineGroup"]
+
+_DIGEST = 32
+_CLOCK_ROUNDS = 16
+
+
+class PipelineGroup:
+    """The ranks of one pipeline and a gloo group of their own for control, whatever else they communicate.
+
+    rank, size : inside the pipeline. members : their ranks in the default group.
+    """
+
+    def __init__(self, group: Any, timeout_s: float) -> None:
+        self.members: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.rank, self.size = dist.get_rank(group), len(self.members)
+        self.timeout = timedelta(seconds=timeout_s)
+        self.control = self.new_group("gloo")
+
+    @staticmethod
+    def present(group: Any, timeout_s: float) -> PipelineGroup | None:
+        """The group to run in, or None where this process stands alone.
+
+        Started by torchrun without an initialised process group, it is initialised here.
+        """
+        if not dist.is_available():
+            return None
+        if not dist.is_initialized():
+            if not dist.is_torchelastic_launched() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+                return None
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        if dist.get_world_size(group) == 1:
+            return None
+        return PipelineGroup(group, timeout_s)
+
+    def new_group(self, backend: str, members: list[int] | None = None) -> Any:
+        """Another process group of all ranks, or of some given by their rank in the pipeline."""
+        ranks = self.members if members is None else [self.members[m] for m in members]
+        return dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True)
+
+    def agree(self, parts: Mapping[str, str]) -> None:
+        """Raise `PipelineError` on every rank when a part differs anywhere, naming the ranks and the part."""
+        digests = b"".join(hashlib.sha256(text.encode()).digest() for text in parts.values())
+        mine = torch.frombuffer(bytearray(digests), dtype=torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine, group=self.control)
+        for k, name in enumerate(parts):
+            found = [bytes(t[k * _DIGEST : (k + 1) * _DIGEST].tolist()) for t in everyone]
+            odd = [r for r, digest in enumerate(found) if digest != found[0]]
+            if odd:
+                raise PipelineError(
+                    f"the ranks differ in their {name}: "
+                    f"{_ranks(odd)} from rank 0 (refused before the first message)",
+                    fix="start every rank with the same code, arguments and seed of the weights",
+                )
+
+    def from_first(self, text: str | None) -> str:
+        """Rank 0's text on every rank; the others give None."""
+        data = torch.frombuffer(bytearray((text or "").encode() or b"\0"), dtype=torch.uint8)
+        size = torch.tensor([data.numel()])
+        dist.broadcast(size, group=self.control, group_src=0)
+        if self.rank != 0:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, group=self.control, group_src=0)
+        return bytes(data.tolist()).decode()
+
+    def gather(self, text: str) -> list[str]:
+        """Every rank's text, on every rank."""
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.control)
+        longest = max(int(s) for s in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        everyone = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(everyone, padded, group=self.control)
+        return [bytes(t[: int(n)].tolist()).decode() for t, n in zip(everyone, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        """Return when every rank is here."""
+        dist.all_reduce(torch.zeros(1), group=self.control)
+
+    def clock_offset_ns(self) -> int:
+        """What to add to this machine's monotonic clock to get rank 0's; 0 on the same machine.
+
+        Otherwise from the round trip of least length (as NTP does); good to half of it.
+        """
+        places = self.gather(_machine())
+        offset = 0
+        for other in range(1, self.size):
+            if places[other] == places[0]:
+                continue
+            for _ in range(_CLOCK_ROUNDS):
+                offset = self._round_trip(other, offset)
+        return offset
+
+    def _round_trip(self, other: int, best: int) -> int:
+        stamp = torch.zeros(1, dtype=torch.int64)
+        if self.rank == 0:
+            dist.recv(stamp, group=self.control, group_src=other)
+            stamp[0] = time.perf_counter_ns()
+            dist.send(stamp, group=self.control, group_dst=other)
+        elif self.rank == other:
+            begin = time.perf_counter_ns()
+            dist.send(stamp, group=self.control, group_dst=0)
+            dist.recv(stamp, group=self.control, group_src=0)
+            end = time.perf_counter_ns()
+            trip = end - begin
+            if best == 0 or trip < self._shortest:
+                self._shortest = trip
+                return int(stamp) - (begin + end) // 2
+        return best
+
+    _shortest = 0
+
+    def require_size(self, wanted: int | None) -> None:
+        """Raise `UsageError` when another number of ranks was asked for."""
+        if wanted is not None and wanted != self.size:
+            raise UsageError(
+                "num_ranks is the size of the pipeline's process group",
+                needed=self.size,
+                given=wanted,
+                fix="leave num_ranks out, or give the group of this pipeline",
+            )
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{os.uname().nodename} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
