@@ -58,9 +58,13 @@ class _Traced:
 
 
 def split_backward(
-    captured: Captured, sources: Sequence[StageSource], *, recompute: Recompute = "none"
+    captured: Captured,
+    sources: Sequence[StageSource],
+    *,
+    recompute: Recompute = "none",
+    share: bool = True,
 ) -> tuple[StageGraphs, ...]:
-    """Differentiate and split every stage.
+    """Differentiate and split every stage; with ``share`` stages of equal structure are split once.
 
     Raises
     ------
@@ -68,7 +72,7 @@ def split_backward(
     UsageError : an unknown ``recompute``.
     """
     _check_recompute(recompute)
-    traced = _trace_all(captured, sources)
+    traced = _trace_all(captured, sources, share)
     made: dict[str, tuple[StageSource, StageGraphs]] = {}
     for t in traced:
         if t.key not in made:
@@ -104,7 +108,7 @@ def _check_recompute(recompute: Recompute) -> None:
         )
 
 
-def _trace_all(captured: Captured, sources: Sequence[StageSource]) -> list[_Traced]:
+def _trace_all(captured: Captured, sources: Sequence[StageSource], share: bool) -> list[_Traced]:
     """Trace in stage order to learn what requires a gradient, then again, from the end, without the
     outputs that no gradient comes back to."""
     differentiable: dict[str, bool] = {}
@@ -112,7 +116,7 @@ def _trace_all(captured: Captured, sources: Sequence[StageSource]) -> list[_Trac
     traced = []
     for source in sources:
         live = frozenset(i for i, wire in enumerate(source.outputs) if wire.targets or wire.is_loss)
-        traced.append(_trace_once(captured, source, differentiable, live, known))
+        traced.append(_trace_once(captured, source, differentiable, live, known, share))
         for position, wire in enumerate(source.outputs):
             differentiable[wire.name] = position in traced[-1].joint.tangents
     returned: set[str] = set()
@@ -124,7 +128,7 @@ def _trace_all(captured: Captured, sources: Sequence[StageSource]) -> list[_Trac
             if trace.source.outputs[i].name in returned or trace.source.outputs[i].is_loss
         )
         if live != frozenset(trace.joint.tangents):
-            trace = traced[index] = _trace_once(captured, trace.source, differentiable, live, known)
+            trace = traced[index] = _trace_once(captured, trace.source, differentiable, live, known, share)
         returned |= {trace.source.inputs[i].name for i in trace.gradient_inputs}
     return traced
 
@@ -135,10 +139,11 @@ def _trace_once(
     differentiable: dict[str, bool],
     live: frozenset[int],
     known: dict[str, _Traced],
+    share: bool,
 ) -> _Traced:
     """The trace of this stage, or that of an equal stage."""
     needs = [wire.source[0] == "stage" and differentiable[wire.name] for wire in source.inputs]
-    key = structural_hash(source, captured, needs, live)
+    key = structural_hash(source, captured, needs, live) if share else f"{source.index} {sorted(live)}"
     if key not in known:
         known[key] = _trace(captured, source, needs, live, key)
     return replace(known[key], source=source)
@@ -325,8 +330,7 @@ class _StageSplit:
 
     def _input_port(self, position: int, wire: Wire) -> Port:
         value = self.traced.values[self.traced.num_state + position]
-        port = _port(wire, value, position in self.traced.gradient_inputs)
-        return port
+        return _port(wire, value, position in self.traced.gradient_inputs)
 
     def _output_port(self, position: int, wire: Wire) -> Port:
         has = position in self.joint.tangents

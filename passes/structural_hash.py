@@ -68,7 +68,7 @@ class _Body:
             found += [node.op, self._target(node), *self._modes(node)]
             args = node.args
             if is_function_call(node.target):
-                found.append(self._function(self.functions[args[0]]))  # type: ignore[index]
+                found.append(self._function(self.functions[args[0]]))
                 args = args[1:]
             found += [self._word(args), self._word(node.kwargs), self._shape(node)]
         return found
@@ -154,7 +154,8 @@ def _content(value: Tensor) -> object:
 
 
 def _identity(value: object) -> str:
-    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}@{id(value)}"
+    kind = getattr(value, "__qualname__", type(value).__name__)
+    return f"{getattr(value, '__module__', '')}.{kind}@{id(value)}"
 
 
 def _digest(words: Iterable[object]) -> str:
