@@ -45,23 +45,41 @@ def insert_comm(schedule: Schedule, problem: Problem) -> Lowered:
     """
     if problem.transport != "async":
         lowered = insert_communication(schedule, problem)
-        return Lowered(lowered, None, None, _value(lowered, problem, None))
+        return Lowered(lowered, None, None, _least(lowered, problem))
     many = max(1, len(problem.profile.edges) * problem.num_microbatches)
     unbounded = insert_communication(schedule, problem, many)
-    best = Lowered(unbounded, None, None, _value(unbounded, problem, None))
+    best = Lowered(unbounded, None, None, _least(unbounded, problem))
     for depth, slots in _TRIED:
         lowered = insert_communication(schedule, problem, depth)
         value = _value(lowered, problem, slots)
-        if value <= best.value_ns:
+        if value is not None and value <= best.value_ns:
             return Lowered(lowered, depth, slots, value)
     return best
 
 
-def _value(schedule: Schedule, problem: Problem, send_slots: int | None) -> int:
+def keep_comm(schedule: Schedule, problem: Problem) -> Lowered:
+    """For an order that comes with its communication: the fewest send slots that cost no time.
+
+    Raises `CheckError` when its messages can hang.
+    """
+    value = _least(schedule, problem)
+    if problem.transport != "async":
+        return Lowered(schedule, None, None, value)
+    for slots in (1, 2, 3, 4, 8):
+        found = _value(schedule, problem, slots)
+        if found is not None and found <= value:
+            return Lowered(schedule, None, slots, value)
+    return Lowered(schedule, None, None, value)
+
+
+def _value(schedule: Schedule, problem: Problem, send_slots: int | None) -> int | None:
+    """Predicted span or makespan; None when that few slots make a circle of waits."""
     graph = EventGraph.of(schedule, problem, send_slots)
     early = graph.earliest()
     if early is None:
-        raise CheckError("deadlock: " + describe_wait(graph), fix="choose another transport or order")
+        if send_slots is None:
+            raise CheckError("deadlock: " + describe_wait(graph), fix="choose another transport or order")
+        return None
     late = graph.latest_first_starts(early)
     ends = []
     for rank, row in enumerate(schedule.order):
@@ -72,18 +90,8 @@ def _value(schedule: Schedule, problem: Problem, send_slots: int | None) -> int:
     return max(end - start for end, start in zip(ends, late, strict=True))
 
 
-def keep_comm(schedule: Schedule, problem: Problem) -> Lowered:
-    """For an order that comes with its communication: the fewest send slots that cost no time.
-
-    Raises `CheckError` when its messages can hang.
-    """
+def _least(schedule: Schedule, problem: Problem) -> int:
+    """Predicted span or makespan with any number of slots."""
     value = _value(schedule, problem, None)
-    if problem.transport != "async":
-        return Lowered(schedule, None, None, value)
-    for slots in (1, 2, 3, 4, 8):
-        try:
-            if _value(schedule, problem, slots) <= value:
-                return Lowered(schedule, None, slots, value)
-        except CheckError:
-            continue
-    return Lowered(schedule, None, None, value)
+    assert value is not None
+    return value

@@ -30,10 +30,26 @@ from zbcompile.planner.bounds import best_bound
 from zbcompile.planner.flat import Flat
 from zbcompile.planner.plan import plan as find_order
 from zbcompile.problem import Problem
+from zbcompile.runtime.group import PipelineGroup
+from zbcompile.runtime.launch import spawn
+from zbcompile.runtime.rehearse import Rehearsal, rehearse_rank
 from zbcompile.simulate import simulate
 from zbcompile.solution import Certificate, Solution
 
-__all__ = ["Observer", "Options", "Plan", "build_front", "dump_to", "lower", "measured", "plan", "rated"]
+__all__ = [
+    "Observer",
+    "Options",
+    "Plan",
+    "build_front",
+    "dump_to",
+    "lower",
+    "measured",
+    "plan",
+    "rated",
+    "read_profile",
+    "read_schedule",
+    "rehearse",
+]
 
 Observer = Callable[[str, object], None]
 """Called with the name of a pass and what it made."""
@@ -254,3 +270,38 @@ def _as_text(artifact: object) -> str:
     if isinstance(module, nn.Module) and hasattr(module, "print_readable"):
         return str(module.print_readable(print_output=False))
     return repr(artifact)
+
+
+def rehearse(
+    solution: Solution, *, steps: int = 3, stall_limit_s: float = 300.0, timeout_s: float = 600.0
+) -> Rehearsal | None:
+    """Run an order with sleeping compute and real messages.
+
+    Started by torchrun, this process runs its rank and rank 0 gets the result (others None); otherwise one
+    process per rank is started here. Raises `PipelineError` and `UsageError`.
+    """
+    plan_ = lower(solution)
+    group = PipelineGroup.present(None, stall_limit_s)
+    if group is None:
+        if solution.problem.num_ranks == 1:
+            raise UsageError("an order on one rank sends nothing; there is nothing to rehearse")
+        args = (plan_.schedule, plan_.problem, plan_.texts, steps, stall_limit_s)
+        found = spawn(_rehearse_process, solution.problem.num_ranks, args, timeout_s=timeout_s)
+        return found[0]  # type: ignore[no-any-return]
+    group.require_size(solution.problem.num_ranks)
+    result = rehearse_rank(
+        group,
+        plan_.schedule,
+        plan_.problem,
+        plan_.texts[group.rank],
+        steps=steps,
+        stall_limit_s=stall_limit_s,
+    )
+    return result if group.rank == 0 else None
+
+
+def _rehearse_process(
+    rank: int, schedule: Schedule, problem: Problem, texts: Sequence[str], steps: int, stall_limit_s: float
+) -> Rehearsal:
+    group = PipelineGroup(None, stall_limit_s)
+    return rehearse_rank(group, schedule, problem, texts[rank], steps=steps, stall_limit_s=stall_limit_s)

@@ -66,7 +66,7 @@ def spawn_outcomes(
     """The same, with how every process ended instead of an error."""
     context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
     if context.get_start_method() == "forkserver":
-        context.set_forkserver_preload(["zbcompile.runtime.distributed"])
+        context.set_forkserver_preload(["zbcompile.api"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
     start = time.monotonic()

@@ -1,0 +1,200 @@
+"""Rehearse: run an order on real processes and the real transport with sleeping compute, and calibrate.
+
+Planned and measured times come out side by side; from them the host time per action, and from a ping-pong
+between neighbours the latency and bandwidth of the links. A profile with these three predicts the next run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from zbcompile.costs import Link, Profile
+from zbcompile.formats.measured_json import Measured
+from zbcompile.ir import Action, Kind, Schedule
+from zbcompile.problem import Problem
+from zbcompile.runtime.distributed import DistributedRunner
+from zbcompile.runtime.group import PipelineGroup
+from zbcompile.runtime.sleeping import sleeping_stages
+from zbcompile.runtime.verbs import Setup, Step
+from zbcompile.simulate import Timeline, simulate
+
+__all__ = ["Rehearsal", "Row", "rehearse_rank"]
+
+_LARGE = 1 << 21
+_ROUNDS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Planned and measured time of one kind of action on one rank, in ns over the whole step."""
+
+    rank: int
+    kind: Kind
+    count: int
+    planned_ns: int
+    measured_ns: int
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a rehearsal found. Times in ns; ``measured`` is the fastest of the steps run.
+
+    planned_ns, measured_ns : makespan. calibrated_ns : the plan's makespan under ``calibrated``.
+    span figures likewise. rows : per rank and kind. calibrated : the profile with measured link and host time.
+    """
+
+    measured: Measured
+    planned_ns: int
+    measured_ns: int
+    calibrated_ns: int
+    planned_span_ns: int
+    measured_span_ns: int
+    rows: tuple[Row, ...]
+    calibrated: Profile
+
+    @property
+    def excess(self) -> float:
+        """Measured over planned makespan, minus 1."""
+        return self.measured_ns / self.planned_ns - 1 if self.planned_ns else 0.0
+
+    @property
+    def excess_calibrated(self) -> float:
+        """Measured over the makespan that the calibrated profile predicts, minus 1."""
+        return self.measured_ns / self.calibrated_ns - 1 if self.calibrated_ns else 0.0
+
+
+def rehearse_rank(
+    group: PipelineGroup, schedule: Schedule, problem: Problem, text: str, *, steps: int, stall_limit_s: float
+) -> Rehearsal:
+    """One rank's part; every rank returns the same. ``text`` is this rank's program.
+
+    Raises `PipelineError` when a rank fails or differs.
+    """
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    stages = sleeping_stages(problem.profile, device)
+    group.agree({"schedule": str(schedule), "profile": repr(problem.profile)})
+    setup = Setup(stages, schedule.placement, schedule.num_microbatches)
+    runner = DistributedRunner(group, setup, text, device, stall_limit_s)
+    best: Measured | None = None
+    batch: list[list[torch.Tensor]] = [[] for _ in range(schedule.num_microbatches)]
+    try:
+        link = _measure_link(group)
+        for _ in range(steps):
+            group.barrier()
+            runner.run(Step(batch), {})
+            measured = Measured.of(runner.actions(), "rehearsed")
+            if best is None or measured.makespan_ns < best.makespan_ns:
+                best = measured
+    finally:
+        runner.close()
+    assert best is not None
+    return _compare(best, simulate(schedule, problem), link)
+
+
+def _compare(measured: Measured, planned: Timeline, link: Link) -> Rehearsal:
+    profile = replace(
+        planned.problem.profile, overhead_ns=_host_ns(measured, planned), link=link, links=()
+    )
+    again = simulate(planned.schedule, planned.problem.with_(profile=profile))
+    return Rehearsal(
+        measured,
+        planned.makespan_ns,
+        measured.makespan_ns,
+        again.makespan_ns,
+        planned.span_ns,
+        _span(measured),
+        tuple(_rows(measured, planned)),
+        profile,
+    )
+
+
+def _span(measured: Measured) -> int:
+    """Longest distance on one rank from the first start to the last end."""
+    spans = []
+    for row in measured.ranks:
+        compute = [(s, e) for a, s, e in row if a.kind.is_compute]
+        spans.append(max(e for _, e in compute) - min(s for s, _ in compute) if compute else 0)
+    return max(spans)
+
+
+def _rows(measured: Measured, planned: Timeline) -> list[Row]:
+    rows = []
+    for rank, entries in enumerate(measured.ranks):
+        times = _planned_durations(planned, rank)
+        for kind in (k for k in Kind if k.is_compute):
+            mine = [(a, e - s) for a, s, e in entries if a.kind is kind]
+            if mine:
+                rows.append(
+                    Row(rank, kind, len(mine), sum(times[a] for a, _ in mine), sum(d for _, d in mine))
+                )
+    return rows
+
+
+def _planned_durations(planned: Timeline, rank: int) -> dict[Action, int]:
+    row = planned.schedule.order[rank]
+    return {a: planned.end[rank][k] - planned.start[rank][k] for k, a in enumerate(row)}
+
+
+def _host_ns(measured: Measured, planned: Timeline) -> int:
+    """Median over actions of: longer than planned, plus the pause to the next where the plan has none."""
+    extra, pauses = [], []
+    for rank, entries in enumerate(measured.ranks):
+        compute = [entry for entry in entries if entry[0].kind.is_compute]
+        times = _planned_durations(planned, rank)
+        place = {a: k for k, a in enumerate(planned.schedule.order[rank])}
+        extra += [e - s - times[a] for a, s, e in compute]
+        for (before, _, end), (after, start, _) in zip(compute, compute[1:], strict=False):
+            tight = planned.start[rank][place[after]] == planned.end[rank][place[before]]
+            if tight and not _receives(after, planned, rank):
+                pauses.append(start - end)
+    own = planned.problem.profile.overhead_ns
+    return own + max(0, int(statistics.median(extra)) + (int(statistics.median(pauses)) if pauses else 0))
+
+
+def _receives(action: Action, planned: Timeline, rank: int) -> bool:
+    """Whether the action waits for a message from another rank."""
+    rank_of = planned.schedule.placement.rank_of
+    for edge in planned.problem.profile.edges:
+        forward = action.kind is Kind.FORWARD and edge.target == action.stage
+        backward = (
+            action.kind in (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)
+            and edge.source == action.stage
+            and edge.has_gradient
+        )
+        other = edge.source if forward else edge.target
+        if (forward or backward) and rank_of[other] != rank:
+            return True
+    return False
+
+
+def _measure_link(group: PipelineGroup) -> Link:
+    """One-way time of a small and a large message from rank 0 to rank 1, from round trips; the medians."""
+    small, large = (_one_way(group, size) for size in (8, _LARGE))
+    answer = group.from_first(f"{small} {large}" if group.rank == 0 else None)
+    first, second = (int(word) for word in answer.split())
+    if second <= first:
+        return Link(first)
+    return Link(first, (_LARGE - 8) * 1_000_000_000 // (second - first))
+
+
+def _one_way(group: PipelineGroup, size: int) -> int:
+    data = torch.zeros(size, dtype=torch.uint8)
+    trips: Sequence[int] = ()
+    if group.rank < 2:
+        other, trips = 1 - group.rank, []
+        for _ in range(_ROUNDS):
+            begin = time.perf_counter_ns()
+            if group.rank == 0:
+                dist.send(data, group=group.control, group_dst=other)
+                dist.recv(data, group=group.control, group_src=other)
+            else:
+                dist.recv(data, group=group.control, group_src=other)
+                dist.send(data, group=group.control, group_dst=other)
+            trips.append(time.perf_counter_ns() - begin)
+    return int(statistics.median(trips)) // 2 if trips else 0

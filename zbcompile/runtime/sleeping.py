@@ -1,0 +1,102 @@
+"""Stages that only sleep: the planned times and message sizes of a profile, without a model."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbcompile.costs import Profile
+
+__all__ = ["Sleeping", "SleepingPort", "sleeping_stages"]
+
+
+@dataclass(frozen=True, slots=True)
+class SleepingPort:
+    """A message of some bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    has_gradient: bool
+    source: tuple[str, int]
+    targets: tuple[int, ...] = ()
+    device: torch.device = torch.device("cpu")
+    stride: tuple[int, ...] = (1,)
+    dtype: torch.dtype = torch.uint8
+    is_result: bool = False
+    is_loss: bool = False
+
+
+class Sleeping:
+    """One stage of a profile: F, B, W and BW sleep as long as planned; messages have the planned size."""
+
+    trainable: tuple[str, ...] = ()
+
+    def __init__(self, index: int, profile: Profile, device: torch.device) -> None:
+        self.index, self.cost = index, profile.stages[index]
+        came = [e for e in profile.edges if e.target == index]
+        left = [e for e in profile.edges if e.source == index]
+        self.inputs = tuple(
+            SleepingPort(
+                f"{e.source}to{index}", (e.backward_bytes,), e.has_gradient, ("stage", e.source), device=device
+            )
+            for e in came
+        )
+        self.outputs = tuple(
+            SleepingPort(
+                f"{index}to{e.target}",
+                (e.forward_bytes,),
+                e.has_gradient,
+                ("stage", index),
+                (e.target,),
+                device=device,
+            )
+            for e in left
+        )
+        self._made = [torch.zeros(p.shape, dtype=p.dtype, device=device) for p in self.outputs]
+        self._returned = [
+            torch.zeros(p.shape, dtype=p.dtype, device=device) if p.has_gradient else None for p in self.inputs
+        ]
+
+    def run_forward(self, state: Mapping[str, Tensor], inputs: list[Any]) -> tuple[list[Tensor], list[Any]]:
+        """Sleep as long as F."""
+        self._sleep(self.cost.forward_ns)
+        return list(self._made), []
+
+    def run_backward_input(
+        self, saved: list[Any], output_grads: list[Tensor | None]
+    ) -> tuple[list[Tensor | None], list[Any]]:
+        """Sleep as long as B."""
+        self._sleep(self.cost.backward_input_ns)
+        return list(self._returned), []
+
+    def run_backward_weight(self, saved: list[Any]) -> dict[str, Tensor]:
+        """Sleep as long as W."""
+        self._sleep(self.cost.backward_weight_ns)
+        return {}
+
+    def run_full_backward(
+        self, saved: list[Any], output_grads: list[Tensor | None]
+    ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+        """Sleep as long as BW."""
+        self._sleep(self.cost.full_backward_ns)
+        return list(self._returned), {}
+
+    def signature_hash(self) -> str:
+        """Of its costs and ports."""
+        return hashlib.sha256(repr((self.cost, self.inputs, self.outputs)).encode()).hexdigest()
+
+    @staticmethod
+    def _sleep(duration_ns: int) -> None:
+        if duration_ns:
+            time.sleep(duration_ns / 1e9)
+
+
+def sleeping_stages(profile: Profile, device: torch.device) -> tuple[Sleeping, ...]:
+    """All stages of a profile."""
+    return tuple(Sleeping(k, profile, device) for k in range(profile.num_stages))
