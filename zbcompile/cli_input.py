@@ -57,6 +57,26 @@ def _number(text: str, what: str, example: str) -> tuple[Fraction, str]:
     return Fraction(match.group(1)), match.group(2)
 
 
+def parse_bytes(text: str) -> int:
+    """An amount of memory: ``4GiB``, ``512MiB``, ``8e9``."""
+    number, unit = _number(text, "an amount of memory", "4GiB, 512MiB or 8e9")
+    return _bytes(number, unit)
+
+
+def _bytes(number: Fraction, unit: str) -> int:
+    if unit.lower() not in _UNITS:
+        raise UsageError(
+            f"{unit[:20]!r} is no unit of memory", needed="B, KiB, MiB, GiB, TiB, kB, MB, GB, TB or p"
+        )
+    return _bounded(int(number * _UNITS[unit.lower()]))
+
+
+def _bounded(value: int) -> int:
+    if value > MAX_AMOUNT:
+        raise UsageError("this is too much memory", needed=f"at most {MAX_AMOUNT} bytes", given=value)
+    return value
+
+
 def parse_caps(text: str, problem: Problem) -> tuple[int | None, ...]:
     """Caps per rank from ``--cap``; ``Kp`` is static bytes + K * p * (M_B of the rank's stages)."""
     words = text.split(",")
@@ -71,19 +91,10 @@ def _cap(text: str, problem: Problem, rank: int) -> int | None:
     if text.strip().lower() == "none":
         return None
     number, unit = _number(text, "an amount of memory", "4GiB, 512MiB, 8e9, 1.5p or none")
-    if unit.lower() == "p":
-        stages = problem.placement.stages_of(rank)
-        saved = sum(problem.profile.stages[s].saved_bytes for s in stages)
-        value = problem.static_bytes(rank) + int(number * problem.num_ranks * saved)
-    elif unit.lower() in _UNITS:
-        value = int(number * _UNITS[unit.lower()])
-    else:
-        raise UsageError(
-            f"{unit[:20]!r} is no unit of memory", needed="B, KiB, MiB, GiB, TiB, kB, MB, GB, TB or p"
-        )
-    if value > MAX_AMOUNT:
-        raise UsageError("--cap is too large", needed=f"at most {MAX_AMOUNT} bytes", given=text[:40])
-    return value
+    if unit.lower() != "p":
+        return _bytes(number, unit)
+    saved = sum(problem.profile.stages[s].saved_bytes for s in problem.placement.stages_of(rank))
+    return _bounded(problem.static_bytes(rank) + int(number * problem.num_ranks * saved))
 
 
 def parse_time(text: str, whole_ns: int) -> int:

@@ -1,0 +1,87 @@
+"""Plain autograd on the untouched model, drawing the random numbers that a pipeline draws: the oracle.
+
+A pipeline draws the masks of each (stage, microbatch) from a stream of its own (docs/runtime.md). To compare,
+the model runs as it is, in one process; only the generator is set to the stage's stream when
+the first random operator of each stage comes up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zbcompile.errors import CheckError
+from zbcompile.runtime.randomness import stream_seed
+
+__all__ = ["autograd_step", "count_draws"]
+
+
+def count_draws(stage: Any) -> int:
+    """Calls in the forward graph of a stage that draw from a seeded generator."""
+    nodes = stage.graphs.forward.graph.nodes
+    return sum(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in nodes)
+
+
+class _Streams(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Set the generator to a stage's stream before the stage's first draw."""
+
+    def __init__(self, draws: Sequence[int], seed_of: Callable[[int], int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.first = {sum(draws[:stage]): stage for stage, count in enumerate(draws) if count}
+        self.total, self.seen, self.seed_of = sum(draws), 0, seed_of
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in op.tags:
+            stage = self.first.get(self.seen)
+            if stage is not None:
+                torch.default_generator.manual_seed(self.seed_of(stage))
+            self.seen += 1
+        return op(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _streams(draws: Sequence[int], seed: int, step: int, microbatch: int) -> Iterator[None]:
+    state = torch.default_generator.get_state()
+    try:
+        with _Streams(draws, lambda stage: stream_seed(seed, step, stage, microbatch)) as mode:
+            yield
+        if mode.seen != mode.total:
+            raise CheckError(
+                "the model draws another number of random tensors than its stages",
+                needed=mode.total,
+                given=mode.seen,
+            )
+    finally:
+        torch.default_generator.set_state(state)
+
+
+def autograd_step(
+    model: nn.Module,
+    microbatches: Sequence[dict[str, Tensor]],
+    loss_of: Callable[[Any], Tensor],
+    draws: Sequence[int],
+    *,
+    seed: int,
+    step: int,
+) -> list[Tensor]:
+    """Forward and backward of every microbatch in order; gradients are divided by their number.
+
+    draws : per stage, the random operators of its forward (`count_draws`). Gradients land in
+    ``param.grad``, which must be empty before. Returns the losses. Raises `CheckError` when the
+    model draws another number of random tensors than the stages do.
+    """
+    losses = []
+    for index, inputs in enumerate(microbatches):
+        with _streams(draws, seed, step, index):
+            loss = loss_of(model(**inputs))
+        loss.backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(len(microbatches))
+    return losses
