@@ -10,7 +10,7 @@ from zbcompile.graph import Rules, durations
 from zbcompile.ir import Action, Kind, Schedule
 from zbcompile.problem import Problem
 
-__all__ = ["BW", "B", "F", "W", "Flat", "check_caps", "to_codes", "to_schedule"]
+__all__ = ["BW", "B", "F", "W", "Flat", "check_caps", "shaped", "to_codes", "to_schedule"]
 
 F, B, W, BW = 0, 1, 2, 3
 KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
@@ -163,3 +163,15 @@ def to_codes(schedule: Schedule) -> Codes:
     """Forget the microbatch numbers. Microbatches are alike, so nothing is lost."""
     index = {kind: k for k, kind in enumerate(KINDS)}
     return [[(index[a.kind], a.stage) for a in row if a.kind.is_compute] for row in schedule.order]
+
+
+def shaped(codes: Codes, fuse: str) -> Codes:
+    """The order with every backward split (``never``) or fused (``always``); ``auto`` leaves it alone."""
+    if fuse == "never":
+        return [
+            [op for kind, s in row for op in (((B, s), (W, s)) if kind == BW else ((kind, s),))]
+            for row in codes
+        ]
+    if fuse == "always":
+        return [[(BW if kind == B else kind, s) for kind, s in row if kind != W] for row in codes]
+    return codes

@@ -129,9 +129,9 @@ class _Run:
         if at > now:
             heapq.heappush(self.events, (max(at, self.free[rank]), rank))
 
-    def run(self) -> Codes | None:
-        """All ranks to the end; ``None`` when the recipe leaves them stuck."""
-        left = 3 * self.count * self.flat.num_ranks
+    def run(self, fused: int = 0) -> Codes | None:
+        """All ranks to the end; ``None`` when the recipe leaves them stuck. ``fused``: W's left out."""
+        left = 3 * self.count * self.flat.num_ranks - fused
         while self.events and left:
             now, rank = heapq.heappop(self.events)
             while self.events and self.events[0] == (now, rank):

@@ -8,6 +8,8 @@ from zbcompile.errors import UsageError
 from zbcompile.planner.bounds import Bound, best_bound
 from zbcompile.planner.cpsat import solve_exact, split_is_exact
 from zbcompile.planner.flat import BW, check_caps
+from zbcompile.planner.fuse import improve_fusing
+from zbcompile.planner.holding import holding_bound
 from zbcompile.planner.seeds import try_classic, try_list_schedules
 from zbcompile.planner.state import Best, Progress
 from zbcompile.problem import Problem
@@ -43,10 +45,15 @@ def plan(
         raise UsageError(f"unknown choice of fusing {fuse!r}", needed="auto, never or always")
     del variants
     check_caps(problem, fusing=fuse != "never")
-    best = Best(problem, best_bound(problem), time_limit_s=time_limit_s, observer=observer)
+    best = Best(problem, best_bound(problem), time_limit_s=time_limit_s, observer=observer, fuse=fuse)
+    holding = holding_bound(problem)
+    if holding is not None:
+        best.raise_bound(holding)
     try:
         try_classic(best)
         try_list_schedules(best, tries=400, seed=seed)
+        if fuse == "auto":
+            improve_fusing(best, seed=seed)
         prove(best, seed)
     except KeyboardInterrupt:
         best.report("interrupted")

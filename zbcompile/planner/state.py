@@ -10,8 +10,9 @@ from zbcompile.check import check
 from zbcompile.errors import NoOrderError
 from zbcompile.ir import Schedule
 from zbcompile.planner.bounds import Bound
+from zbcompile.planner.clock import Clock
 from zbcompile.planner.evaluate import fits, value_of
-from zbcompile.planner.flat import Codes, Flat, to_schedule
+from zbcompile.planner.flat import Codes, Flat, shaped, to_schedule
 from zbcompile.problem import Problem
 from zbcompile.simulate import simulate
 from zbcompile.solution import Certificate, Solution
@@ -40,11 +41,13 @@ class Best:
         time_limit_s: float,
         observer: Callable[[Progress], None] | None = None,
         started: float | None = None,
+        fuse: str = "auto",
     ) -> None:
         self.problem, self.flat, self.bound = problem, Flat.of(problem), bound
         self.started = time.monotonic() if started is None else started
         self.deadline = self.started + time_limit_s
         self.observer = observer
+        self.clock, self.fuse = Clock.of(problem), fuse
         self.codes: Codes | None = None
         self.value: int | None = None
         self.origin = ""
@@ -68,10 +71,11 @@ class Best:
         """Value of an order under the problem's transport; ``None`` on deadlock."""
         if self.problem.transport == "async":
             return value_of(self.flat, codes)
-        return simulate(to_schedule(codes, self.problem), self.problem).value_ns
+        return self.clock.value(codes)
 
     def offer(self, codes: Codes | None, origin: str) -> bool:
-        """Take an order if it fits and is shorter than the best. True if taken."""
+        """Take an order, split or fused as asked for, if it fits and is shorter. True if taken."""
+        codes = None if codes is None else shaped(codes, self.fuse)
         if codes is None or not fits(self.flat, codes):
             return False
         value = self.measure(codes)
