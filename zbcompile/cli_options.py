@@ -162,10 +162,10 @@ def _profile(commands: Commands) -> None:
     parser = _new(
         commands,
         "profile",
-        "zbcompile.cli_run:profile",
+        "zbcompile.cli_profile:profile",
         "cut a model into stages and measure or count what they cost; profile JSON on standard output",
-        "FACTORY is package.module:function (or path.py:function) returning (model, example arguments[, loss "
-        "function]). It is imported and run.",
+        "FACTORY is package.module:function or path.py:function. It is imported and called, and returns "
+        "(model, example) or (model, example, loss_fn, target); example is a tuple of args or a dict.",
     )
     parser.add_argument("factory", help="where the model comes from: package.module:function")
     parser.add_argument("--stages", type=_positive, required=True, metavar="N", help="number of stages")
@@ -180,12 +180,17 @@ def _rehearse(commands: Commands) -> None:
     parser = _new(
         commands,
         "rehearse",
-        "zbcompile.cli_run:rehearse",
+        "zbcompile.cli_rehearse:rehearse",
         "run a schedule on real processes with sleeping compute; planned against measured",
+        "On a cluster: torchrun --nproc-per-node N -m zbcompile rehearse SCHEDULE.json",
     )
-    parser.add_argument("schedule", help="schedule JSON with a profile, - for standard input")
+    _schedule_input(parser)
+    parser.add_argument("--steps", type=_positive, default=3, help="steps to run; the fastest counts (3)")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
     parser.add_argument("--measured", metavar="FILE", help="write the measured timeline, for show --measured")
+    parser.add_argument(
+        "--calibrated", metavar="FILE", help="write the profile with measured links and host time"
+    )
 
 
 def _schema(commands: Commands) -> None:

@@ -33,7 +33,10 @@ class SleepingPort:
 
 
 class Sleeping:
-    """One stage of a profile: F, B, W and BW sleep as long as planned; messages have the planned size."""
+    """One stage of a profile: F, B, W and BW sleep as long as planned; messages have the planned size.
+
+    A message of no bytes is sent as one byte: a transport need not wait for an empty tensor.
+    """
 
     trainable: tuple[str, ...] = ()
 
@@ -43,14 +46,14 @@ class Sleeping:
         left = [e for e in profile.edges if e.source == index]
         self.inputs = tuple(
             SleepingPort(
-                f"{e.source}to{index}", (e.backward_bytes,), e.has_gradient, ("stage", e.source), device=device
+                f"{e.source}to{index}", (max(1, e.backward_bytes),), e.has_gradient, ("stage", e.source), device=device
             )
             for e in came
         )
         self.outputs = tuple(
             SleepingPort(
                 f"{index}to{e.target}",
-                (e.forward_bytes,),
+                (max(1, e.forward_bytes),),
                 e.has_gradient,
                 ("stage", index),
                 (e.target,),

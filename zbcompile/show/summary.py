@@ -187,7 +187,7 @@ def measured_to_json(plan: Plan, measured: Measured) -> dict[str, object]:
 
 
 def kind_means(timeline: Timeline, measured: Measured) -> Sequence[tuple[Kind, int, int, int]]:
-    """(kind, mean planned ns, mean measured ns, count) for compute and sends that both have."""
+    """(kind, mean planned ns, mean measured ns, count) for the compute kinds that both have."""
     planned: dict[Kind, list[int]] = {}
     real: dict[Kind, list[int]] = {}
     for rank, k, action in timeline.schedule.actions():
@@ -198,7 +198,7 @@ def kind_means(timeline: Timeline, measured: Measured) -> Sequence[tuple[Kind, i
     return [
         (kind, sum(planned[kind]) // len(planned[kind]), sum(real[kind]) // len(real[kind]), len(real[kind]))
         for kind in Kind
-        if kind in planned and kind in real and not kind.is_recv
+        if kind in planned and kind in real and kind.is_compute
     ]
 
 
