@@ -12,6 +12,11 @@ __all__ = ["StorageGroups", "changed_arguments", "is_random", "tensor_bytes", "v
 
 _NORMS_WITH_STATISTICS = ("aten.batch_norm.", "aten.instance_norm.")
 _NO_DATA_WRITTEN = ("aten.detach_.",)
+_UNANNOTATED_VIEWS = (
+    "aten._unsafe_view.", "aten._reshape_alias.", "aten.broadcast_tensors.", "aten.meshgrid.",
+    "aten.type_as.", "aten.atleast_",
+)  # fmt: skip
+_IDENTITY_IN_EVAL = ("aten.dropout.", "aten.feature_dropout.", "aten.alpha_dropout.")
 
 
 def changed_arguments(node: Node) -> list[Node]:
@@ -45,9 +50,8 @@ def viewed_arguments(node: Node) -> list[Node]:
         if argument.alias_info is not None
         for inner in _nodes(value)
     ]
-    if str(node.target) in ("aten._unsafe_view.default", "aten._reshape_alias.default"):
-        found += _nodes(node.args[0])
-    if str(node.target).startswith("aten.dropout.") and not node.args[2]:
+    name = str(node.target)
+    if name.startswith(_UNANNOTATED_VIEWS) or (name.startswith(_IDENTITY_IN_EVAL) and not node.args[2]):
         found += _nodes(node.args[0])
     return found
 
@@ -57,11 +61,11 @@ def is_random(node: Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    if str(target).startswith("aten.dropout."):
+    if str(target).startswith(_IDENTITY_IN_EVAL):
         return bool(node.args[2])
     if str(target).startswith("aten.scaled_dot_product_attention."):
         rate = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return rate != 0.0
+        return bool(rate != 0.0)
     return True
 
 

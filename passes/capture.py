@@ -8,7 +8,6 @@ The model, its buffers and the random state are left as they were.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.errors import CaptureError, UsageError
 from zbcompile.passes import torch_private
+from zbcompile.passes.capture_errors import explain, refuse_wrappers
 from zbcompile.passes.custom_functions import FunctionCall, intercepted
 from zbcompile.passes.values import Spec, flatten, unflatten
 
@@ -116,6 +116,7 @@ def capture(
     CaptureError : a branch on tensor data, an unsupported wrapper, or anything that export refuses;
         names the source line and the module path.
     """
+    refuse_wrappers(model)
     tensors, spec = flatten((tuple(args), dict(kwargs or {}), target))
     if not tensors:
         raise UsageError("the example holds no tensor", fix="give example args or kwargs with a tensor")
@@ -146,12 +147,11 @@ def _own_loss(value: Any) -> Any:
 
 def _export(whole: _Whole, tensors: list[Tensor], model: nn.Module) -> Any:
     detached = [tensor.detach() for tensor in tensors]
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with torch.random.fork_rng(devices=[]), torch_private.quiet():
         try:
             return torch.export.export(whole, tuple(detached), strict=False)
         except Exception as error:
-            raise CaptureError(f"cannot capture {type(model).__name__}: {error}") from error
+            raise explain(model, error) from error
 
 
 def _canonical(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -45,6 +45,7 @@ class Order:
     nodes: tuple[Node, ...]
     costs: tuple[float, ...]
     cuts: tuple[CutPoint, ...]
+    total: float
 
 
 def order_of(nodes: Sequence[Node], groups: StorageGroups, costs: Callable[[Node], float] = seconds) -> Order:
@@ -71,7 +72,7 @@ def order_of(nodes: Sequence[Node], groups: StorageGroups, costs: Callable[[Node
         for i in range(1, count)
         if not blocked[i]
     )
-    return Order(tuple(nodes), tuple(prices), cuts)
+    return Order(tuple(nodes), tuple(prices), cuts, before[-1])
 
 
 def _span(differences: list[int], first: int, last: int, amount: int) -> None:
@@ -104,37 +105,48 @@ def _touches(member: Node, position: dict[Node, int]) -> list[int]:
 def balanced_cuts(order: Order, num_stages: int) -> tuple[CutPoint, ...]:
     """Cuts with the smallest messages among those whose largest stage is within TOLERANCE of the best.
 
-    Raises CutError when there are fewer legal cuts than needed; names the largest indivisible call.
+    Every stage gets a call that costs something (a view alone is no stage). Raises CutError when there
+    are fewer such cuts than needed; names the largest indivisible call.
     """
     if num_stages == 1:
         return ()
-    if len(order.cuts) < num_stages - 1:
+    total = order.total
+    distinct = _distinct(order.cuts, total)
+    if len(distinct) < num_stages - 1:
         raise CutError(
-            f"{num_stages} stages wanted, {len(order.cuts)} legal cut points; {_largest(order)}",
+            f"{num_stages} stages wanted, {len(distinct)} legal cut points; {_largest(order)}",
             needed=num_stages - 1,
-            given=len(order.cuts),
+            given=len(distinct),
             fix="ask for fewer stages",
         )
-    total = sum(order.costs)
-    cuts = _thinned(order.cuts, total, num_stages)
+    cuts = _thinned(distinct, total, num_stages)
     ends = [0.0, *(cut.seconds_before for cut in cuts), total]
     smallest = _smallest_cap(ends, num_stages)
     return _least_bytes(cuts, ends, num_stages, smallest * (1 + TOLERANCE))
 
 
-def _thinned(cuts: tuple[CutPoint, ...], total: float, num_stages: int) -> list[CutPoint]:
-    """The best few cuts of every slice of the cost axis: keeps the search small on long graphs."""
+def _distinct(cuts: Sequence[CutPoint], total: float) -> list[CutPoint]:
+    """The best of the cuts that have the same cost before them; none without work on both sides."""
+    inner = [cut for cut in cuts if 0.0 < cut.seconds_before < total]
+    return _best_per(inner, lambda cut: cut.seconds_before)
+
+
+def _thinned(cuts: list[CutPoint], total: float, num_stages: int) -> list[CutPoint]:
+    """The best cut of every slice of the cost axis: keeps the search small on long graphs."""
     limit = BUCKETS_PER_STAGE * num_stages
     if len(cuts) <= max(limit, 200):
-        return list(cuts)
-    best: dict[int, CutPoint] = {}
+        return cuts
+    thinned = _best_per(cuts, lambda cut: int(limit * cut.seconds_before / total))
+    return thinned if len(thinned) >= num_stages - 1 else cuts
+
+
+def _best_per(cuts: Sequence[CutPoint], key: Callable[[CutPoint], float]) -> list[CutPoint]:
+    best: dict[float, CutPoint] = {}
     for cut in cuts:
-        bucket = (
-            int(limit * cut.seconds_before / total) if total else cut.position * limit // cuts[-1].position
-        )
-        if bucket not in best or (cut.live_bytes, cut.depth) < (best[bucket].live_bytes, best[bucket].depth):
-            best[bucket] = cut
-    return [best[bucket] for bucket in sorted(best)] if len(best) >= num_stages - 1 else list(cuts)
+        old = best.setdefault(key(cut), cut)
+        if (cut.live_bytes, cut.depth) < (old.live_bytes, old.depth):
+            best[key(cut)] = cut
+    return [best[value] for value in sorted(best)]
 
 
 def _smallest_cap(ends: list[float], num_stages: int) -> float:

@@ -6,6 +6,8 @@ When torch moves one of them, this file is the only one to change.
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,8 +40,11 @@ __all__ = [
     "fake_mode",
     "joint_graph",
     "node_meta",
+    "parameter_kind",
     "preserve_node_meta",
+    "quiet",
     "region_of_call",
+    "wrapper_kind",
 ]
 
 
@@ -84,8 +89,7 @@ def joint_graph(module: nn.Module, arguments: list[Tensor]) -> JointGraph:
 
     No decompositions: only what autograd itself takes apart is taken apart.
     """
-    with contextlib.ExitStack() as stack, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with contextlib.ExitStack() as stack, quiet():
         joint = aot_export_joint_with_descriptors(stack, module, tuple(arguments), decompositions={})
         graph_module = joint.graph_module
     return _with_roles(graph_module)
@@ -148,6 +152,25 @@ def region_of_call(node: Node) -> tuple[str, tuple[Any, ...], Node, tuple[Any, .
 
 
 @contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch's own traces of a failed trace off the terminal: the error says what is needed."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    silent = io.StringIO()
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(silent),
+        contextlib.redirect_stderr(silent),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
 def as_in_eager() -> Iterator[None]:
     """Let a model that asks `torch.compiler.is_exporting` behave as it does in eager (causal masks)."""
     previous = torch.compiler._is_exporting_flag
@@ -167,3 +190,21 @@ def autocast_weight_cache() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(previous)
+
+
+def wrapper_kind(module: nn.Module) -> str:
+    """Name of the parallel wrapper or script that ``module`` is, or an empty string."""
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return type(module).__name__
+    if isinstance(module, torch.jit.ScriptModule):
+        return "torch.jit"
+    names = {base.__name__ for base in type(module).__mro__ if base.__module__.startswith("torch.")}
+    return "FullyShardedDataParallel" if names & {"FullyShardedDataParallel", "FSDPModule"} else ""
+
+
+def parameter_kind(parameter: Tensor) -> str:
+    """Name of a tensor subclass that cannot be captured, or an empty string."""
+    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        return "lazy parameter"
+    data = parameter.data
+    return "" if type(data) is Tensor or isinstance(data, FakeTensor) else type(data).__name__

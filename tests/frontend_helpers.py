@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zbcompile.passes.frontend import FrontEndResult
+from zbcompile.passes.values import flatten
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
 
@@ -99,3 +101,38 @@ def run_autograd(
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers of a copy, by canonical name."""
     return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``text`` is "bitwise" or the largest relative difference; ``wrong`` names what differs."""
+
+    text: str
+    wrong: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.text if not self.wrong else f"{self.text} in {', '.join(self.wrong[:3])}"
+
+
+def compare(
+    expected: list[Any], reference: nn.Module, results: list[Any], grads: dict[str, Tensor], mine: nn.Module
+) -> Verdict:
+    """Gradients, results and buffers against autograd of the untouched model."""
+    pairs: list[tuple[str, Tensor | None, Tensor | None]] = [
+        (name, parameter.grad, grads.get(name)) for name, parameter in reference.named_parameters()
+    ]
+    theirs, ours = flatten(expected, results=True)[0], flatten(results, results=True)[0]
+    assert len(theirs) == len(ours)
+    pairs += [(f"result {i}", a, b) for i, (a, b) in enumerate(zip(theirs, ours, strict=True))]
+    buffers = dict(mine.named_buffers())
+    pairs += [(f"buffer {name}", value, buffers[name]) for name, value in reference.named_buffers()]
+    wrong, worst = [], 0.0
+    for name, a, b in pairs:
+        if a is None and b is None:
+            continue
+        if a is None or b is None:
+            return Verdict("a gradient too many or too few", (name,))
+        if not torch.equal(a, b):
+            wrong.append(name)
+            worst = max(worst, float((a - b).abs().max() / a.abs().max().clamp_min(1e-30)))
+    return Verdict(f"{worst:.1e}" if wrong else "bitwise", tuple(wrong))

@@ -1,0 +1,118 @@
+"""Every model of data/models.md: right against autograd of the untouched model, or refused by name.
+
+One line per model; ``make models`` shows them.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+
+import pytest
+import torch
+from tests.frontend_helpers import compare, run_autograd, run_stages, state_of
+from tests.model_zoo import PLAIN, TRANSFORMERS, Branching, Case, Recurrent, first_mean, hugging, square
+from torch import nn
+
+from zbcompile.errors import CaptureError, CutError
+from zbcompile.passes.frontend import build_stages
+
+CASES = {**PLAIN, **TRANSFORMERS}
+
+
+def _say(capfd: pytest.CaptureFixture[str], line: str) -> None:
+    with capfd.disabled():
+        sys.stderr.write(line + "\n")
+
+
+@pytest.fixture(autouse=True)
+def _quiet_transformers() -> None:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_model_equals_autograd(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    case: Case = CASES[name]
+    torch.manual_seed(0)
+    model = case.build().train(case.train)
+    batches = [case.batch() for _ in range(2)]
+    args, kwargs, target = batches[0]
+    start = time.perf_counter()
+    built = build_stages(model, 3, args, kwargs, target=target, loss_fn=case.loss)
+    seconds = time.perf_counter() - start
+    torch.manual_seed(1)
+    expected, reference = run_autograd(model, batches, case.loss)
+    verdicts = []
+    for fused in (False, True):
+        mine = copy.deepcopy(model)
+        torch.manual_seed(1)
+        results, grads = run_stages(built, state_of(mine), batches, fused=fused)
+        verdicts.append(compare(expected, reference, results, grads, mine))
+    stages = len(built.stages)
+    _say(capfd, f"{name:28s} {verdicts[0]} (fused: {verdicts[1]}), {stages} stages in {seconds:.1f} s")
+    assert [v.text for v in verdicts] == ["bitwise", "bitwise"]
+
+
+class _OnlyGRU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rnn(x)[0]
+
+
+def _layerdrop() -> nn.Module:
+    model = TRANSFORMERS["wav2vec2"].build()
+    model.config.layerdrop = 0.1  # type: ignore[union-attr, assignment]
+    return model
+
+
+def _longformer() -> nn.Module:
+    from tests.model_zoo import BERT
+
+    return hugging("LongformerConfig", "LongformerModel", attention_window=4, **BERT)()
+
+
+REFUSED = {
+    "longformer": (_longformer, TRANSFORMERS["bert"].batch, first_mean, CaptureError,
+                   ["tensor data", "modeling_longformer.py:", "encoder.layer.0"]),
+    "wav2vec2 with layerdrop": (_layerdrop, TRANSFORMERS["wav2vec2"].batch, first_mean, CaptureError,
+                                ["tensor data", "modeling_wav2vec2.py:", "encoder"]),
+    "a branch on data": (Branching, lambda: ((torch.randn(2, 4),), {}, torch.randn(2, 4)), square, CaptureError,
+                         ["tensor data", "model_zoo.py:"]),
+    "GRU in 3 stages": (_OnlyGRU, lambda: ((torch.randn(2, 5, 8),), {}, torch.randn(2, 5, 8)), square, CutError,
+                        ["3 stages wanted", "aten.gru", "'rnn'"]),
+    "fewer cut points than stages": (lambda: nn.Linear(4, 4), lambda: ((torch.randn(2, 4),), {}, torch.randn(2, 4)),
+                                     square, CutError, ["3 stages wanted, 1 legal cut points", "aten.linear"]),
+    "DataParallel": (lambda: nn.DataParallel(nn.Linear(4, 4)),
+                     lambda: ((torch.randn(2, 4),), {}, torch.randn(2, 4)), square, CaptureError,
+                     ["DataParallel", "plain model"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_model_is_refused_by_name(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    build, batch, loss, error, words = REFUSED[name]
+    model = build().train()
+    args, kwargs, target = batch()
+    with pytest.raises(error) as caught:
+        build_stages(model, 3, args, kwargs, target=target, loss_fn=loss)
+    text = str(caught.value)
+    _say(capfd, f"{name:28s} refused: {text.splitlines()[0]}")
+    for word in words:
+        assert word in text
+
+
+def test_gru_alone_is_a_stage_of_its_own() -> None:
+    torch.manual_seed(0)
+    model = Recurrent(nn.GRU)
+    batches = [((torch.randn(2, 5, 8),), {}, torch.randn(2, 5, 8)) for _ in range(2)]
+    built = build_stages(model, 3, *batches[0][:2], target=batches[0][2], loss_fn=square)
+    expected, reference = run_autograd(model, batches, square)
+    mine = copy.deepcopy(model)
+    results, grads = run_stages(built, state_of(mine), batches)
+    assert compare(expected, reference, results, grads, mine).text == "bitwise"
