@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zbcompile.passes.capture import Captured, capture
+from zbcompile.passes.constant_masks import fold_constant_masks
 from zbcompile.passes.partition import Policy, StageSource, partition
 from zbcompile.passes.split_backward import Recompute, split_backward
 from zbcompile.passes.stage_graphs import StageGraphs
@@ -88,6 +89,7 @@ def build_stages(
     and UsageError; each names module path and source line where known.
     """
     captured = capture(model, args, kwargs, target=target, loss_fn=loss_fn)
+    fold_constant_masks(captured)
     sources = partition(captured, num_stages, split_points=split_points)
     stages = split_backward(captured, sources, recompute=recompute)
     place = {port.name: (s.index, i) for s in stages for i, port in enumerate(s.outputs) if port.is_result}

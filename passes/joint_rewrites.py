@@ -59,7 +59,7 @@ def storage_root(node: Node) -> Node:
     """The value whose storage a view chain ends in; of several candidates the first argument's."""
     while True:
         viewed = viewed_arguments(node)
-        if not viewed:
+        if not viewed or (node.target is operator.getitem and not viewed_arguments(viewed[0])):
             return node
         node = viewed[0]
 

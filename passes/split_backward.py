@@ -25,6 +25,7 @@ from zbcompile.passes.op_costs import is_heavy, seconds
 from zbcompile.passes.partition import StageSource, Wire
 from zbcompile.passes.replay import Replay
 from zbcompile.passes.save_set import Phase, cut, leaves
+from zbcompile.passes.simplify import simplify
 from zbcompile.passes.stage_graphs import Graphs, Layout, Port, StageGraphs
 from zbcompile.passes.structural_hash import renamed, structural_hash
 
@@ -169,6 +170,7 @@ def _trace(
     except RuntimeError as error:
         raise SplitError(f"stage {source.index} cannot be differentiated: {error}") from error
     parameters = {i for i, role in enumerate(source.roles) if role.kind in ("parameter", "buffer")}
+    simplify(joint)
     rewrite(joint, parameters)
     return _Traced(source, joint, tuple(arguments), len(source.roles), key)
 
