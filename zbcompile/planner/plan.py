@@ -12,6 +12,7 @@ from zbcompile.planner.fuse import improve_fusing
 from zbcompile.planner.holding import holding_bound
 from zbcompile.planner.seeds import try_classic, try_list_schedules
 from zbcompile.planner.state import Best, Progress
+from zbcompile.planner.variants import fixed, offers_variants, plan_variants
 from zbcompile.problem import Problem
 from zbcompile.solution import Solution
 
@@ -43,7 +44,16 @@ def plan(
     """
     if fuse not in ("auto", "never", "always"):
         raise UsageError(f"unknown choice of fusing {fuse!r}", needed="auto, never or always")
-    del variants
+    if offers_variants(problem):
+        if variants:
+            return plan_variants(
+                problem,
+                lambda p, limit, tell: plan(p, time_limit_s=limit, seed=seed, observer=tell, fuse=fuse),
+                lambda p: quick_value(p, seed),
+                time_limit_s=time_limit_s,
+                observer=observer,
+            )
+        problem = fixed(problem, (0,) * problem.num_stages)
     check_caps(problem, fusing=fuse != "never")
     best = Best(problem, best_bound(problem), time_limit_s=time_limit_s, observer=observer, fuse=fuse)
     holding = holding_bound(problem)
@@ -58,6 +68,14 @@ def plan(
     except KeyboardInterrupt:
         best.report("interrupted")
     return best.solution()
+
+
+def quick_value(problem: Problem, seed: int) -> int | None:
+    """The value of the first orders alone: to rank assignments of variants and placements."""
+    best = Best(problem, best_bound(problem), time_limit_s=2.0)
+    try_classic(best)
+    try_list_schedules(best, tries=12, seed=seed)
+    return best.value
 
 
 def prove(best: Best, seed: int) -> None:

@@ -1,0 +1,274 @@
+"""Which variant every stage runs as, where stages offer several (for instance with recompute).
+
+When memory binds, a variant that holds less and takes longer shortens the step more than any order
+can. So assignments of variants are ranked before the search: none, one level everywhere, one level
+on a prefix of the ranks, then changes rank by rank. The lower bound holds over all assignments:
+per rank the least over its own levels, every other stage at the least of each of its costs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from zbcompile.costs import Profile, StageCost
+from zbcompile.errors import InfeasibleError
+from zbcompile.planner.bounds import Bound, best_bound
+from zbcompile.planner.flat import check_caps
+from zbcompile.planner.holding import holding_bound
+from zbcompile.planner.state import Progress
+from zbcompile.problem import Problem
+from zbcompile.solution import Certificate, Solution
+
+__all__ = ["cheapest", "fixed", "joint_bound", "offers_variants", "plan_variants"]
+
+Assignment = tuple[int, ...]
+_MOST_LEVELS = 64
+"""Combinations of levels on one rank up to which its bound looks at each of them."""
+_FINALISTS = 3
+
+
+def offers_variants(problem: Problem) -> bool:
+    """Whether any stage has more than one way to run."""
+    return any(stage.variants for stage in problem.profile.stages)
+
+
+def fixed(problem: Problem, assignment: Sequence[int]) -> Problem:
+    """The problem with one variant per stage."""
+    return problem.with_(profile=problem.profile.choose(assignment))
+
+
+def cheapest(stage: StageCost) -> StageCost:
+    """A stage that costs no more than any of its variants, in every time and in bytes.
+
+    Valid in bounds: whatever runs with a variant runs with this one in its place, no later and with no more
+    memory. A split B and W take at least the least B and W, a fused BW at least the least BW.
+    """
+    ways = (stage, *stage.variants)
+    return StageCost(
+        min(w.forward_ns for w in ways),
+        min(w.backward_input_ns for w in ways),
+        min(w.backward_weight_ns for w in ways),
+        min(w.full_backward_ns for w in ways),
+        min(w.saved_bytes for w in ways),
+        min(w.saved_for_weight_bytes for w in ways),
+        stage.static_bytes,
+    )
+
+
+def bound_of(problem: Problem) -> Bound:
+    """The best analytic bound of a problem without variants."""
+    bound, holding = best_bound(problem), holding_bound(problem)
+    return holding if holding is not None and holding.value_ns > bound.value_ns else bound
+
+
+def joint_bound(problem: Problem) -> Bound:
+    """No order under any assignment is shorter: the best over ranks of the least over the rank's levels."""
+    best: Bound | None = None
+    for rank in range(problem.num_ranks):
+        found = _rank_bound(problem, rank)
+        if best is None or found.value_ns > best.value_ns:
+            best = found
+    assert best is not None
+    return best
+
+
+def _rank_bound(problem: Problem, rank: int) -> Bound:
+    """Least bound over the levels of one rank's stages, all other stages at their cheapest."""
+    profile, stages = problem.profile, problem.placement.stages_of(rank)
+    low = tuple(cheapest(stage) for stage in profile.stages)
+    levels = [range(len(profile.stages[s].variants) + 1) for s in stages]
+    choices: list[Assignment | None] = list(itertools.product(*levels))
+    if len(choices) > _MOST_LEVELS:
+        choices = [None]
+    found: list[tuple[Bound, Assignment | None]] = []
+    for choice in choices:
+        costs = list(low)
+        for s, level in zip(stages, choice or (), strict=choice is not None):
+            costs[s] = _level(profile.stages[s], level)
+        found.append((bound_of(problem.with_(profile=replace(profile, stages=tuple(costs)))), choice))
+    least, _ = min(found, key=lambda pair: pair[0].value_ns)
+    witness = {
+        "rank": rank,
+        "levels": [[None if c is None else list(c), b.value_ns, b.method] for b, c in found],
+        "costs": [[_numbers(way) for way in (stage, *stage.variants)] for stage in profile.stages],
+        "least": dict(least.witness),
+    }
+    return Bound(least.value_ns, "variants", problem.objective, witness)
+
+
+def _level(stage: StageCost, level: int) -> StageCost:
+    chosen = stage if level == 0 else stage.variants[level - 1]
+    return replace(chosen, variants=(), static_bytes=stage.static_bytes)
+
+
+def _numbers(way: StageCost) -> list[int]:
+    return [
+        way.forward_ns,
+        way.backward_input_ns,
+        way.backward_weight_ns,
+        way.full_backward_ns,
+        way.saved_bytes,
+        way.saved_for_weight_bytes,
+    ]
+
+
+def candidates(problem: Problem) -> Iterator[Assignment]:
+    """Whole assignments to try first: none, a level on the first k ranks, on the last k, on all."""
+    profile, rank_of, p = problem.profile, problem.placement.rank_of, problem.num_ranks
+    seen: set[Assignment] = set()
+    for level in range(1 + max(len(stage.variants) for stage in profile.stages)):
+        for count in (p, *range(1, p)):
+            for first in (True, False):
+                made = tuple(
+                    min(level, len(stage.variants)) if (r < count if first else r >= p - count) else 0
+                    for stage, r in zip(profile.stages, rank_of, strict=True)
+                )
+                if made not in seen:
+                    seen.add(made)
+                    yield made
+
+
+class _Ranking:
+    """Values of assignments by a quick plan each, none twice."""
+
+    def __init__(
+        self, problem: Problem, quick: Callable[[Problem], int | None], over: Callable[[], bool]
+    ) -> None:
+        self.problem, self.quick, self.over = problem, quick, over
+        self.values: dict[Assignment, int | None] = {}
+        self.best: tuple[int, Assignment] | None = None
+
+    def try_(self, assignment: Assignment) -> bool:
+        """Value an assignment; True if it is the best so far."""
+        if assignment in self.values or self.over():
+            return False
+        self.values[assignment] = value = self._value(assignment)
+        if value is None or (self.best is not None and (value, assignment) >= self.best):
+            return False
+        self.best = value, assignment
+        return True
+
+    def _value(self, assignment: Assignment) -> int | None:
+        problem = fixed(self.problem, assignment)
+        try:
+            check_caps(problem)
+        except InfeasibleError:
+            return None
+        if self.best is not None and bound_of(problem).value_ns >= self.best[0]:
+            return None
+        return self.quick(problem)
+
+    def improve(self) -> None:
+        """Change the levels of one rank, then swap two ranks, until nothing is better."""
+        better = True
+        while better and self.best is not None:
+            better = any(self.try_(other) for other in self._around(self.best[1]))
+
+    def _around(self, here: Assignment) -> Iterator[Assignment]:
+        profile, rank_of = self.problem.profile, self.problem.placement.rank_of
+        for s, stage in enumerate(profile.stages):
+            for level in range(len(stage.variants) + 1):
+                yield (*here[:s], level, *here[s + 1 :])
+        for a, b in itertools.combinations(range(len(here)), 2):
+            levels = list(here)
+            levels[a], levels[b] = here[b], here[a]
+            legal = all(level <= len(profile.stages[s].variants) for s, level in enumerate(levels))
+            if legal and here[a] != here[b] and rank_of[a] != rank_of[b]:
+                yield tuple(levels)
+
+    def finalists(self) -> list[Assignment]:
+        """The best few, best first."""
+        known = sorted((v, a) for a, v in self.values.items() if v is not None)
+        return [assignment for _, assignment in known[:_FINALISTS]]
+
+
+class _Relay:
+    """Progress over all assignments: the best value of any, the joint bound; knows of an interrupt."""
+
+    def __init__(self, observer: Callable[[Progress], None] | None, time_limit_s: float) -> None:
+        self.observer, self.started, self.limit = observer, time.monotonic(), time_limit_s
+        self.best: int | None = None
+        self.bound, self.interrupted = 0, False
+
+    def seconds_left(self) -> float:
+        """Time until the limit; none after an interrupt."""
+        return 0.0 if self.interrupted else self.started + self.limit - time.monotonic()
+
+    def __call__(self, progress: Progress) -> None:
+        self.interrupted |= progress.step == "interrupted"
+        if progress.best_ns is not None and (self.best is None or progress.best_ns < self.best):
+            self.best = progress.best_ns
+        if self.observer is not None:
+            seconds = time.monotonic() - self.started
+            self.observer(Progress(self.best, self.bound, seconds, progress.step))
+
+
+def plan_variants(
+    problem: Problem,
+    find: Callable[[Problem, float, Callable[[Progress], None]], Solution],
+    quick: Callable[[Problem], int | None],
+    *,
+    time_limit_s: float,
+    observer: Callable[[Progress], None] | None = None,
+) -> Solution:
+    """Choose variants, plan the best few assignments in full, and certify over all assignments.
+
+    find : plans a problem without variants in the seconds given, telling an observer. quick : the
+    value of a fast plan, or ``None``. Raises `InfeasibleError` when no assignment fits under the caps.
+    """
+    relay = _Relay(observer, time_limit_s)
+    bound = joint_bound(problem)
+    relay.bound = bound.value_ns
+    finalists = _rank(problem, quick, bound, relay)
+    chosen: tuple[Solution, Assignment] | None = None
+    for k, assignment in enumerate(finalists):
+        share = max(0.2, relay.seconds_left() / (len(finalists) - k))
+        found = find(fixed(problem, assignment), share, relay)
+        if chosen is None or found.certificate.value_ns < chosen[0].certificate.value_ns:
+            chosen = found, assignment
+        if chosen[0].certificate.value_ns <= bound.value_ns or relay.seconds_left() <= 0:
+            break
+    assert chosen is not None
+    return _certified(*chosen, bound)
+
+
+def _rank(
+    problem: Problem, quick: Callable[[Problem], int | None], bound: Bound, relay: _Relay
+) -> list[Assignment]:
+    """The best few assignments by quick plans, in two fifths of the time."""
+    spare = 0.6 * relay.limit
+    ranking = _Ranking(problem, quick, lambda: relay.seconds_left() < spare)
+    try:
+        for assignment in candidates(problem):
+            if ranking.try_(assignment):
+                relay(Progress(ranking.best[0] if ranking.best else None, 0, 0.0, "variants"))
+            if ranking.best is not None and ranking.best[0] <= bound.value_ns:
+                return ranking.finalists()[:1]
+        ranking.improve()
+    except KeyboardInterrupt:
+        relay(Progress(None, 0, 0.0, "interrupted"))
+    if ranking.best is None:
+        leanest = _leanest(problem.profile)
+        check_caps(fixed(problem, leanest))
+        return [leanest]
+    return ranking.finalists()
+
+
+def _leanest(profile: Profile) -> Assignment:
+    """Per stage the variant with the fewest saved bytes."""
+    result = []
+    for stage in profile.stages:
+        ways = (stage, *stage.variants)
+        result.append(min(range(len(ways)), key=lambda k: (ways[k].saved_bytes, k)))
+    return tuple(result)
+
+
+def _certified(solution: Solution, assignment: Assignment, bound: Bound) -> Solution:
+    value = solution.certificate.value_ns
+    certificate = Certificate(
+        solution.certificate.objective, value, min(bound.value_ns, value), bound.method, bound.witness
+    )
+    return replace(solution, certificate=certificate, variants=assignment)
