@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 from dataclasses import replace
-from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from zbcompile.errors import UsageError
 from zbcompile.formats import profile_json
@@ -18,6 +18,9 @@ from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.ir import Placement
 from zbcompile.problem import Problem
 from zbcompile.simulate import simulate
+
+if TYPE_CHECKING:
+    from fractions import Fraction
 
 __all__ = [
     "load_problem",
@@ -51,6 +54,8 @@ def say(*words: object) -> None:
 
 
 def _number(text: str, what: str, example: str) -> tuple[Fraction, str]:
+    from fractions import Fraction
+
     match = _NUMBER.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"{text[:40]!r} is not {what}", fix=f"write it as {example}")

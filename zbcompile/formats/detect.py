@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zbcompile.formats import schedule_json, torch_csv
+from zbcompile.formats import schedule_json
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.ir import Schedule
 
@@ -22,6 +22,8 @@ def load_schedule(text: str, where: str) -> tuple[ScheduleFile, list[str]]:
         schedule = Schedule.parse(text)
         schedule_json.check_size(schedule, where)
         return ScheduleFile(schedule, origin="imported text"), []
+    from zbcompile.formats import torch_csv
+
     found = torch_csv.loads(text, where)
     remarks = []
     if found.left_out:

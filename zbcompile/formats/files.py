@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import stat
 import sys
-from pathlib import Path
 
 from zbcompile.errors import FormatError, UsageError
 
@@ -55,9 +55,9 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
         return
-    target = Path(os.path.realpath(path))
+    target = os.path.realpath(path)
     try:
-        mode = target.stat().st_mode if target.exists() else None
+        mode = os.stat(target).st_mode if os.path.exists(target) else None
         if mode is not None and not stat.S_ISREG(mode):
             with open(target, "w", encoding="utf-8", newline="") as file:
                 file.write(text)
@@ -68,8 +68,9 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         raise UsageError(f"cannot write: {reason}", where=str(path)) from None
 
 
-def _replace(target: Path, text: str, mode: int | None) -> None:
-    temporary = target.with_name(f".zbcompile-{os.getpid()}-{next(_COUNTER)}.tmp")
+def _replace(target: str, text: str, mode: int | None) -> None:
+    name = f".zbcompile-{os.getpid()}-{next(_COUNTER)}.tmp"
+    temporary = os.path.join(os.path.dirname(target), name)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with open(descriptor, "w", encoding="utf-8", newline="") as file:
@@ -80,5 +81,6 @@ def _replace(target: Path, text: str, mode: int | None) -> None:
                 os.fchmod(file.fileno(), stat.S_IMODE(mode))
         os.replace(temporary, target)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
         raise
