@@ -35,7 +35,7 @@ _VERBS = {
     Kind.SEND_B: "yield from rank.send_backward",
     Kind.RECV_B: "rank.recv_backward",
 }
-_SETTLE = "yield from rank.settle()"
+_SETTLE = {"rendezvous": "yield from rank.settle_sends()", "batched": "yield from rank.settle()"}
 _LONGEST_PERIOD = 128
 _FEWEST_REPEATS = 3
 
@@ -91,9 +91,8 @@ def _program(rank: int, timeline: Timeline, certificate: Certificate | None, sen
         "",
         "def program(rank):",
     ]
-    lines += [
-        f"    {line}" for line in _body(_with_settles(schedule.order[rank], timeline.problem.transport))
-    ]
+    transport = timeline.problem.transport
+    lines += [f"    {line}" for line in _body(_with_settles(schedule.order[rank], transport), transport)]
     lines += ["    # end of the step", "    yield from rank.wait_sent()"]
     lines += ["    yield from rank.reduce_gradients()", ""]
     return "\n".join(lines)
@@ -146,22 +145,22 @@ def _with_settles(row: Sequence[Action], transport: str) -> list[Action | None]:
     return [*result, None] if open_posts else result
 
 
-def _body(row: list[Action | None]) -> list[str]:
+def _body(row: list[Action | None], transport: str) -> list[str]:
     pieces = fold(row)
     loops = [piece for piece in pieces if isinstance(piece, Loop)]
     if not loops:
-        return [_line(item) for item in row]
+        return [_line(item, transport) for item in row]
     main = max(loops, key=lambda loop: (loop.saved, len(loop.body)))
     lines, seen = [], False
     if pieces[0] is not main:
         lines.append("# warm-up")
     for k, piece in enumerate(pieces):
         if not isinstance(piece, Loop):
-            lines.append(_line(piece))
+            lines.append(_line(piece, transport))
             continue
         if piece is main and not seen:
             lines.append(f"# steady state: {len(piece.body)} actions, {piece.count} times")
-        lines += _loop(piece)
+        lines += _loop(piece, transport)
         if piece is main and not seen:
             seen = True
             if k + 1 < len(pieces):
@@ -169,7 +168,7 @@ def _body(row: list[Action | None]) -> list[str]:
     return lines
 
 
-def _loop(loop: Loop) -> list[str]:
+def _loop(loop: Loop, transport: str) -> list[str]:
     actions = [a for a in loop.body if a is not None]
     lead = next((a for a in actions if a.kind is Kind.FORWARD), actions[0])
     first = lead.microbatch
@@ -179,7 +178,7 @@ def _loop(loop: Loop) -> list[str]:
     lines = [f"for i in range({start}{end}{step}):"]
     for action in loop.body:
         if action is None:
-            lines.append(f"    {_SETTLE}")
+            lines.append(f"    {_SETTLE[transport]}")
         else:
             offset = action.microbatch - first
             word = "i" if offset == 0 else f"i {'+' if offset > 0 else '-'} {abs(offset)}"
@@ -187,8 +186,8 @@ def _loop(loop: Loop) -> list[str]:
     return lines
 
 
-def _line(action: Action | None) -> str:
-    return _SETTLE if action is None else _call(action, str(action.microbatch))
+def _line(action: Action | None, transport: str) -> str:
+    return _SETTLE[transport] if action is None else _call(action, str(action.microbatch))
 
 
 def _call(action: Action, microbatch: str) -> str:

@@ -70,7 +70,9 @@ def failure(rank: Rank, error: Exception) -> PipelineError:
     if rank.running is not None:
         kind, stage, microbatch = rank.running
         where += f", stage {stage}, microbatch {microbatch}, {kind.value}"
-    what = str(error) if isinstance(error, ZBCompileError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, ZBCompileError):
+        return PipelineError(f"{type(error).__name__}: {error}", where=where if not error.where else "")
+    what = f"{type(error).__name__}: {error}"
     return PipelineError(what, where=where)
 
 

@@ -59,8 +59,13 @@ def tied_holders(trainable: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...
 def hand_over(
     sums: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], divisor: int | None
 ) -> None:
-    """Divide and set or add to ``param.grad``. Called once, when everything of the step has arrived."""
+    """Divide and set or add to ``param.grad``. Called once, when everything of the step has arrived.
+
+    A parameter that was frozen after it was compiled gets none.
+    """
     for name, total in sums.items():
+        if not parameters[name].requires_grad:
+            continue
         if divisor is not None and divisor != 1:
             total.div_(divisor)
         parameter = parameters[name]

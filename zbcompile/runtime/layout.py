@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zbcompile.errors import ShapeError
 from zbcompile.runtime.stages import PortLike
 
 __all__ = ["Layout"]
@@ -40,7 +41,16 @@ class Layout:
         return Layout(shape, stride, port.dtype, port.device, count * port.dtype.itemsize, dense)
 
     def as_bytes(self, tensor: Tensor) -> Tensor:
-        """A flat uint8 view of the tensor's memory, or of a copy where its layout is another."""
+        """A flat uint8 view of the tensor's memory, or of a copy where its strides are others.
+
+        Raises `ShapeError` for another shape or dtype: the peer's buffer has the one compiled for.
+        """
+        if tensor.shape != self.shape or tensor.dtype != self.dtype:
+            raise ShapeError(
+                "a tensor to be sent differs from the one compiled for",
+                needed=f"{list(self.shape)} {self.dtype}",
+                given=f"{list(tensor.shape)} {tensor.dtype}",
+            )
         if self.is_dense:
             if tensor.stride() != self.stride:
                 tensor = self._empty(self.stride).copy_(tensor)

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbcompile.errors import PipelineError
+from zbcompile.errors import PipelineError, ShapeError
 from zbcompile.ir import Kind, Placement
 from zbcompile.runtime.gradients import GradientSums, tied_holders
 from zbcompile.runtime.layout import Layout
 from zbcompile.runtime.randomness import stream, stream_seed
 from zbcompile.runtime.recorder import Recorder
 from zbcompile.runtime.stages import RunnableStage, Wiring
-from zbcompile.runtime.transport import Key, Ticket, Transport
+from zbcompile.runtime.transport import Key, Ticket, Transport, describe
 
 __all__ = ["Rank", "Setup", "Step", "Wait"]
 
@@ -120,6 +120,7 @@ class Rank:
         self._saved_for_weight: dict[tuple[int, int], list[Any]] = {}
         self._sent: dict[int, deque[tuple[Ticket, int]]] = {}
         self._unsettled: list[Ticket] = []
+        self._unsettled_sends: list[Ticket] = []
         self.recorder.clear()
 
     # Verbs: compute.
@@ -191,9 +192,14 @@ class Rank:
         return self._send(Kind.SEND_B, (True, stage, target, microbatch))
 
     def settle(self) -> Waits:
-        """Wait until everything posted since the last settle has arrived (rendezvous and batched)."""
+        """Wait until all that was posted since the last settle has arrived (the transport ``batched``)."""
         self.transport.flush()
-        tickets, self._unsettled = self._unsettled, []
+        tickets, self._unsettled, self._unsettled_sends = self._unsettled, [], []
+        yield Wait(None, -1, -1, tickets)
+
+    def settle_sends(self) -> Waits:
+        """Wait until the sends posted since the last settle have arrived (the transport ``rendezvous``)."""
+        tickets, self._unsettled, self._unsettled_sends = self._unsettled_sends, [], []
         yield Wait(None, -1, -1, tickets)
 
     def wait_sent(self) -> Waits:
@@ -277,9 +283,14 @@ class Rank:
             yield Wait(kind, key[1], key[3], (channel[0][0],))
             self._note_send(*channel.popleft())
         begin = time.perf_counter_ns()
-        ticket = self.transport.post_send(peer, key, self.setup.layouts[key[:3]], self._made.pop(key))
+        try:
+            ticket = self.transport.post_send(peer, key, self.setup.layouts[key[:3]], self._made.pop(key))
+        except ShapeError as error:
+            error.where = f"rank {self.index}, {describe(key)}"
+            raise
         channel.append((ticket, begin))
         self._unsettled.append(ticket)
+        self._unsettled_sends.append(ticket)
 
     def _note_send(self, ticket: Ticket, begin: int) -> None:
         backward, stage, target, microbatch = ticket.key

@@ -26,6 +26,12 @@ _GRACE_S = 0.6
 _SIGNAL = signal.SIGURG
 
 
+_NO_STORE = (
+    "the key-value store of the process group is gone, and with it the process that kept it "
+    "(rank 0, or the launcher)"
+)
+
+
 class Doing:
     """What a rank's main thread does: written by it, read by the watchdog.
 
@@ -77,12 +83,12 @@ class Watchdog:
 
     def fail(self, reason: str) -> PipelineError:
         """Tell all ranks why the step failed. Returns the first failure of all ranks, which all raise."""
-        first = reason
         try:
             found = self.store.compare_set("failed", "", reason)
             first = (found.decode() if isinstance(found, bytes) else str(found)) or reason
         except Exception:
-            first = self.reason or reason
+            # The store went down with the process that kept it, which is then the first to have failed.
+            first = _NO_STORE
         self._end(first)
         return PipelineError(self.reason or first)
 
