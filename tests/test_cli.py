@@ -131,6 +131,28 @@ def test_check_says_ok_or_names_the_faults(capsys, schedule_path: Path) -> None:
     assert "over the memory cap" in verdict["faults"][0]["what"]
 
 
+def test_check_proves_a_certificate_line_by_line(capsys, schedule_path: Path) -> None:
+    document = json.loads(schedule_path.read_text())
+    path = schedule_path.with_name("planned.json")
+    words = ("--microbatches", "4", "--cap", "1p", "--time-limit", "20", "--quiet", "-o", path)
+    profile = schedule_path.with_name("costs.json")
+    profile.write_text(json.dumps({"format": "zbcompile.profile", "version": 1, **document["profile"]}))
+    assert run(capsys, "plan", profile, *words)[0] == 0
+    code, out, err = run(capsys, "check", path, "--certificate")
+    assert (code, err) == (0, "")
+    assert "certificate proved again" in out.splitlines()[0]
+    assert "no order has a span below" in out.splitlines()[1]
+    bound = json.loads(path.read_text())["certificate"]["bound_ns"]
+    assert out.splitlines()[-1].endswith(f"= {bound:,} ns")
+    document = json.loads(path.read_text())
+    document["certificate"]["method"] = "magic"
+    path.write_text(json.dumps(document))
+    code, out, err = run(capsys, "check", path, "--certificate")
+    assert (code, out) == (1, "")
+    assert "fault: " in err
+    assert run(capsys, "check", path)[0] == 0
+
+
 BROKEN = {
     "a missing op": ("0W0", "", "missing"),
     "W before B": ("0B0 0W0", "0W0 0B0", "0W0"),

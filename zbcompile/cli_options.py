@@ -49,7 +49,7 @@ def _demo(commands: Commands) -> None:
     )
     parser.add_argument("--steps", type=_positive, default=3, help="optimizer steps (3)")
     parser.add_argument("--microbatches", type=_positive, default=8, help="microbatches of a step (8)")
-    parser.add_argument("--memory-limit", metavar="BYTES", help="per rank: 120MiB (the default), 1GiB, ...")
+    parser.add_argument("--memory-limit", metavar="BYTES", help="per rank: 128MiB (the default), 1GiB, ...")
     parser.add_argument("--json", action="store_true", help="the result as JSON on standard output")
 
 

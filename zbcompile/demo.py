@@ -36,7 +36,7 @@ class Settings:
 
     steps: int = 3
     num_microbatches: int = 8
-    memory_limit: int | None = 120 << 20
+    memory_limit: int | None = 128 << 20
     blocks: int = 12
     hidden: int = 256
     vocabulary: int = 8192
