@@ -18,7 +18,7 @@ from zbcompile.planner.evaluate import evaluate
 from zbcompile.planner.flat import B, Codes, F, Flat, W
 from zbcompile.planner.paths import NO_PATH, Paths
 
-__all__ = ["ExactResult", "solve_exact", "split_is_exact"]
+__all__ = ["ExactResult", "refute", "solve_exact", "split_is_exact"]
 
 Op = tuple[int, int, int]
 
@@ -270,6 +270,14 @@ def solve_exact(
             return at_bound
     result = _run(flat, lower, upper, incumbent if value is not None else None, time_limit_s - spent, seed)
     return ExactResult(result.codes, result.value_ns, result.bound_ns, result.proved, spent + result.seconds)
+
+
+def refute(flat: Flat, value_ns: int, *, time_limit_s: float = 10.0, seed: int = 0) -> bool | None:
+    """True: no order is shorter than ``value_ns``, proved anew. False: one is. ``None``: the time ran out."""
+    result = _run(flat, 0, value_ns - 1, None, time_limit_s, seed)
+    if result.codes is not None:
+        return False
+    return True if result.proved else None
 
 
 def _all_lags(flat: Flat) -> int:

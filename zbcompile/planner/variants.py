@@ -89,14 +89,21 @@ def _rank_bound(problem: Problem, rank: int) -> Bound:
         for s, level in zip(stages, choice or (), strict=choice is not None):
             costs[s] = _level(profile.stages[s], level)
         found.append((bound_of(problem.with_(profile=replace(profile, stages=tuple(costs)))), choice))
-    least, _ = min(found, key=lambda pair: pair[0].value_ns)
+    least = min(bound.value_ns for bound, _ in found)
     witness = {
         "rank": rank,
-        "levels": [[None if c is None else list(c), b.value_ns, b.method] for b, c in found],
+        "levels": [
+            {
+                "choice": None if choice is None else list(choice),
+                "bound_ns": bound.value_ns,
+                "method": bound.method,
+                "witness": dict(bound.witness),
+            }
+            for bound, choice in found
+        ],
         "costs": [[_numbers(way) for way in (stage, *stage.variants)] for stage in profile.stages],
-        "least": dict(least.witness),
     }
-    return Bound(least.value_ns, "variants", problem.objective, witness)
+    return Bound(least, "variants", problem.objective, witness)
 
 
 def _level(stage: StageCost, level: int) -> StageCost:
