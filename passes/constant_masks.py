@@ -131,7 +131,7 @@ def _width(node: Node) -> int:
 
 def _before_repeat(node: Any) -> Node | None:
     """x, if ``node`` is transformers' repeat_kv of x: (b, heads, s, d) -> (b, heads * n, s, d)."""
-    chain = []
+    chain: list[str] = []
     while isinstance(node, Node) and node.op == "call_function" and len(chain) < 8:
         name = str(node.target).split(".")[1] if str(node.target).startswith("aten.") else ""
         if name not in ("reshape", "clone", "_unsafe_view", "view", "expand", "slice", "unsqueeze"):
