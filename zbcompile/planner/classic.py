@@ -7,7 +7,8 @@ Orders for several stages per rank are in `zbcompile.planner.classic_loops`.
 from __future__ import annotations
 
 from zbcompile.ir import Placement
-from zbcompile.planner.flat import BW, B, Codes, F, W
+from zbcompile.planner.classic_loops import V_ORDERS, interleaved
+from zbcompile.planner.flat import BW, B, Codes, F, Flat, W
 from zbcompile.problem import Problem
 
 __all__ = ["gpipe", "one_f_one_b", "orders_for", "zb_h1", "zb_h2"]
@@ -54,13 +55,23 @@ def _alternate(stage: int, warm_up: int, m: int, waiting: int | None) -> list[tu
 
 
 def orders_for(problem: Problem) -> list[tuple[str, Codes]]:
-    """(name, order) of every order here that fits the problem's placement; caps are not looked at."""
-    p, m = problem.num_ranks, problem.num_microbatches
-    if problem.placement != Placement.linear(p):
-        return []
-    return [
-        ("ZB-H2", zb_h2(p, m)),
-        ("ZB-H1", zb_h1(p, m)),
-        ("1F1B", one_f_one_b(p, m)),
-        ("GPipe", gpipe(p, m)),
-    ]
+    """(name, order) of every published order for the problem's placement; caps are not looked at."""
+    p, m, placement = problem.num_ranks, problem.num_microbatches, problem.placement
+    per_rank = problem.num_stages // p
+    found: list[tuple[str, Codes | None]] = []
+    if placement == Placement.linear(p):
+        found = [
+            ("ZB-H2", zb_h2(p, m)),
+            ("ZB-H1", zb_h1(p, m)),
+            ("1F1B", one_f_one_b(p, m)),
+            ("GPipe", gpipe(p, m)),
+        ]
+    elif problem.num_stages == per_rank * p and placement == Placement.looped(p, per_rank):
+        found = [
+            ("InterleavedZeroBubble", interleaved(p, per_rank, m, zero_bubble=True)),
+            ("interleaved 1F1B", interleaved(p, per_rank, m, zero_bubble=False)),
+        ]
+    elif placement == Placement.v(p, 2):
+        flat = Flat.of(problem)
+        found = [(name, build(flat)) for name, build in V_ORDERS]
+    return [(name, codes) for name, codes in found if codes is not None]

@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from zbcompile.errors import UsageError
-from zbcompile.planner.bounds import Bound, best_bound
-from zbcompile.planner.cpsat import solve_exact, split_is_exact
-from zbcompile.planner.flat import BW, check_caps
+from zbcompile.planner.anneal import Annealer
+from zbcompile.planner.bounds import best_bound
+from zbcompile.planner.flat import check_caps
 from zbcompile.planner.fuse import improve_fusing
 from zbcompile.planner.holding import holding_bound
+from zbcompile.planner.proofs import EXACT_ACTIONS, prove_crossing, prove_exact
+from zbcompile.planner.search import Effort, improve
 from zbcompile.planner.seeds import try_classic, try_list_schedules
 from zbcompile.planner.state import Best, Progress
+from zbcompile.planner.stretch import stretch
 from zbcompile.planner.variants import fixed, offers_variants, plan_variants
 from zbcompile.problem import Problem
 from zbcompile.solution import Solution
 
 __all__ = ["Progress", "plan"]
 
-_EXACT_OPS = 400
-"""Most actions for which the exact model is worth building."""
+_LONG = 6000
+"""Actions beyond which several stages per rank are planned short first and then stretched."""
 
 
 def plan(
@@ -33,8 +36,8 @@ def plan(
 ) -> Solution:
     """Find the best order that the time allows, with a certificate.
 
-    time_limit_s : outer limit; the search itself is counted in tries, so that the same seed gives
-        the same bytes wherever it ends by proof or by count.
+    time_limit_s : outer limit. The search is counted in tries, more of them for a higher limit, so
+        that the same seed and limit give the same bytes wherever proof or count ends the search.
     observer : called with a `Progress` at every better order or bound.
     fuse : ``auto`` (BW where it helps), ``never`` or ``always``.
     variants : whether stages may run as one of their variants.
@@ -61,10 +64,14 @@ def plan(
         best.raise_bound(holding)
     try:
         try_classic(best)
-        try_list_schedules(best, tries=400, seed=seed)
+        try_list_schedules(best, tries=60, seed=seed)
         if fuse == "auto":
             improve_fusing(best, seed=seed)
-        prove(best, seed)
+        if 3 * best.flat.num_stages * best.flat.num_microbatches <= EXACT_ACTIONS // 2:
+            prove_exact(best, seed, time_limit_s / 4)
+        search(best, seed, level=max(1, round(time_limit_s / 10)))
+        prove_crossing(best, seed, time_limit_s / 2)
+        prove_exact(best, seed, time_limit_s)
     except KeyboardInterrupt:
         best.report("interrupted")
     return best.solution()
@@ -78,25 +85,29 @@ def quick_value(problem: Problem, seed: int) -> int | None:
     return best.value
 
 
-def prove(best: Best, seed: int) -> None:
-    """Let CP-SAT close a small instance: a better order, a better bound, or both."""
+def search(best: Best, seed: int, level: int) -> None:
+    """Anneal beyond the first orders; long problems of several stages per rank are first planned short."""
     flat = best.flat
-    ops = 3 * flat.num_stages * flat.num_microbatches
-    if best.done or ops > _EXACT_OPS:
+    if best.done or best.problem.transport != "async":
         return
-    exact = split_is_exact(flat) and best.problem.transport == "async"
-    hint = best.codes
-    if hint is not None and any(kind == BW for row in hint for kind, _ in row):
-        hint = None
-    result = solve_exact(
-        flat if exact else flat.relaxed(),
-        lower=best.bound.value_ns,
-        incumbent=hint,
-        time_limit_s=max(0.1, best.seconds_left),
-        seed=seed,
-    )
-    if result.codes is not None:
-        best.offer(result.codes, "cp_sat")
-    if result.bound_ns > best.bound.value_ns:
-        witness = {"actions": ops, "solver": "CP-SAT", "seconds_limit": round(best.deadline - best.started)}
-        best.raise_bound(Bound(result.bound_ns, "cp_sat", flat.objective, witness))
+    actions = 3 * flat.num_stages * flat.num_microbatches
+    effort = Effort.of(flat, level)
+    if actions > _LONG and any(len(stages) > 1 for stages in flat.stages_of):
+        _plan_short(best, seed)
+    improve(best, [codes for _, codes in best.pool], effort, seed)
+
+
+def _plan_short(best: Best, seed: int) -> None:
+    """Plan about 3 p microbatches and repeat the middle."""
+    flat, p = best.flat, best.flat.num_ranks
+    count = 3 * p + flat.num_microbatches % max(1, p // 2)
+    if count >= flat.num_microbatches:
+        return
+    problem = best.problem.with_(num_microbatches=count)
+    inner = Best(problem, best_bound(problem), time_limit_s=max(0.0, best.seconds_left * 0.6), fuse=best.fuse)
+    try_classic(inner)
+    improve(inner, [codes for _, codes in inner.pool], Effort.of(inner.flat), seed)
+    annealer = Annealer(flat)
+    for _, short in inner.pool[:2]:
+        for codes in stretch(flat, short, count, annealer):
+            best.offer(codes, "stretched")

@@ -49,6 +49,7 @@ class Best:
         self.observer = observer
         self.clock, self.fuse = Clock.of(problem), fuse
         self.codes: Codes | None = None
+        self.pool: list[tuple[int, Codes]] = []
         self.value: int | None = None
         self.origin = ""
 
@@ -79,7 +80,11 @@ class Best:
         if codes is None or not fits(self.flat, codes):
             return False
         value = self.measure(codes)
-        if value is None or (self.value is not None and value >= self.value):
+        if value is None:
+            return False
+        if all(value != known for known, _ in self.pool):
+            self.pool = sorted([*self.pool, (value, codes)], key=lambda entry: entry[0])[:12]
+        if self.value is not None and value >= self.value:
             return False
         self.codes, self.value, self.origin = codes, value, origin
         self.report(origin)

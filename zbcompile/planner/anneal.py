@@ -1,0 +1,90 @@
+"""Simulated annealing on full orders, W's and BW's too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zbcompile.planner.flat import Codes, Flat
+from zbcompile.planner.kernel import anneal, evaluate_line, stays_legal
+from zbcompile.planner.tables import EXPONENTIAL, Tables, pack, unpack, vector
+
+__all__ = ["Annealer"]
+
+_JUMPS = [1 + int(2.5 * x) for x in EXPONENTIAL]
+
+
+class Annealer:
+    """One problem's annealing: `run` improves an order within a number of tries."""
+
+    def __init__(self, flat: Flat) -> None:
+        self.flat, self.tables = flat, Tables.of(flat)
+        self.jumps, self.exponential = vector(_JUMPS), vector(EXPONENTIAL)
+        slots = 2 * flat.num_stages * flat.num_microbatches
+        self.ends, self.limits = vector([0] * slots), vector([0] * slots)
+        self.counts = vector([0] * (4 * flat.num_stages))
+
+    def score(self, codes: Codes) -> tuple[int, int] | None:
+        """(objective, tie-breaking score) of an order; ``None`` if it is not legal or deadlocks."""
+        offsets, line = pack(self.flat, codes)
+        for rank in range(self.flat.num_ranks):
+            if not stays_legal(self.tables, offsets, line, rank, self.counts):
+                return None
+        scratch = vector([0] * (4 * self.flat.num_ranks + 2 * self.flat.num_stages + len(line)))
+        score = int(evaluate_line(self.tables, offsets, line, scratch, self.ends, self.limits))
+        return None if score < 0 else (int(scratch[3 * self.flat.num_ranks]), score)
+
+    def run(
+        self,
+        codes: Codes,
+        tries: int,
+        *,
+        seed: int,
+        heat: float = 1.5e-4,
+        goal: int = 0,
+        stop: Callable[[], bool] = lambda: False,
+        chunk: int = 0,
+    ) -> Codes:
+        """The best order met in ``tries`` tries from a legal order.
+
+        heat : first temperature as a share of the value. goal : value at which to stop.
+        stop : asked between chunks of tries, whether to end early.
+        """
+        flat, p = self.flat, self.flat.num_ranks
+        offsets, current = pack(flat, codes)
+        size = int(offsets[p])
+        best, trial = vector([int(c) for c in current]), vector([0] * size)
+        scratch = vector([0] * (4 * p + 2 * flat.num_stages + size))
+        spare = vector([0] * (3 * max(len(row) for row in codes)))
+        score = int(evaluate_line(self.tables, offsets, current, scratch, self.ends, self.limits))
+        scores = vector([score, score, 0, int(scratch[3 * p])])
+        state = vector([(seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1])
+        chunk = chunk or max(50, 3_000_000 // size // 10)
+        done = 0
+        while done < tries and not stop():
+            done_now = int(
+                anneal(
+                    self.tables,
+                    offsets,
+                    current,
+                    best,
+                    trial,
+                    scores,
+                    state,
+                    done,
+                    min(tries, done + chunk),
+                    tries,
+                    float(heat * score),
+                    goal,
+                    self.jumps,
+                    self.exponential,
+                    scratch,
+                    self.ends,
+                    self.limits,
+                    spare,
+                    self.counts,
+                )
+            )
+            if done_now < min(tries, done + chunk):
+                break
+            done = done_now
+        return unpack(flat, offsets, best)
