@@ -243,6 +243,7 @@ class Pipeline(Sequence[Stage]):
         if self._built is None:
             yield from self._asked.model.named_parameters()
             return
+        self._built.follow_model()
         seen: set[int] = set()
         for stage in self.local_stages:
             for name, parameter in stage.named_parameters():

@@ -120,13 +120,30 @@ class Built:
     """A captured, planned and loaded pipeline."""
 
     def __init__(
-        self, asked: Asked, call: Call, front: FrontEndResult, plan: Plan, setup: Setup, runner: Any
+        self,
+        asked: Asked,
+        group: PipelineGroup | None,
+        call: Call,
+        front: FrontEndResult,
+        plan: Plan,
+        setup: Setup,
     ) -> None:
-        self.asked, self.call, self.front, self.plan = asked, call, front, plan
-        self.setup, self.runner = setup, runner
-        names = dict.fromkeys(n for s in front.stages for n in (*s.parameters, *s.buffers))
-        self.reader = StateReader(asked.model, list(names))
+        self.asked, self.group, self.call, self.front, self.plan = asked, group, call, front, plan
+        self.setup = setup
+        self.runner = self.make_runner(setup, plan.texts, _predicted(plan))
+        self.reader = _reader(asked.model, front.stages)
+        self._evaluations: dict[tuple[Any, ...], Evaluation] = {}
         self.stages = [Stage(s.index, s, front.captured.state) for s in front.stages]
+
+    def make_runner(
+        self, setup: Setup, texts: Sequence[str], predicted: Mapping[tuple[Kind, int, int], int]
+    ) -> Any:
+        """All ranks here, or this process's rank."""
+        device = _device(setup.stages)
+        if self.group is None:
+            return LocalRunner(setup, texts, predicted, device)
+        text = texts[self.group.rank]
+        return DistributedRunner(self.group, setup, text, device, self.asked.stall_limit_s)
 
     def run_step(
         self,
@@ -140,26 +157,47 @@ class Built:
         """One step; gradients are handed over at its end."""
         with self.runner.reporting():
             batch = self.call.microbatches(args, kwargs, target)
+            state = self.follow_model()
+            self.reader.check(state)
         step = Step(batch, number, loss_scale, keep)
-        state = self.reader.read()
         gradients = self.runner.run(step, state)
         divisor = self.setup.num_microbatches if self.asked.scale_grads else None
         hand_over(gradients, parameters_of(state), divisor)
-        return self._found(step, keep)
+        return self._found(step, self.front, keep, self.asked.loss_fn is not None)
 
-    def _found(self, step: Step, keep: bool) -> Found:
-        count = self.setup.num_microbatches
+    def run_eval(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Found:
+        """Forward only; the first call with a shape captures the model in evaluation mode."""
+        tensors, spec = flatten((args, kwargs, target))
+        key = (*((tuple(t.shape), t.dtype) for t in tensors), tuple(spec.paths()))
+        found = self._evaluations.get(key)
+        if found is None:
+            found = self._evaluations[key] = Evaluation(self, args, kwargs, target)
+        with found.runner.reporting():
+            batch = found.call.microbatches(args, kwargs, target)
+        step = Step(batch)
+        found.runner.run(step, found.reader.read())
+        return self._found(step, found.front, True, found.wrapped)
+
+    def follow_model(self) -> dict[str, Tensor]:
+        """The model's present tensors, which the stages hold from now on."""
+        state = self.reader.read()
+        for stage in self.stages:
+            stage.follow(state)
+        return state
+
+    def _found(self, step: Step, front: Any, keep: bool, wrapped: bool) -> Found:
+        count = len(step.batch)
         losses = tuple(step.losses[i] for i in range(count)) if step.losses else ()
         if not keep:
             return Found(losses, None)
         leaves = []
-        for k, place in enumerate(self.front.result_ports):
+        for k, place in enumerate(front.result_ports):
             parts = step.results.get(place)
             if parts is None:
                 return Found(losses, None)
-            leaves.append(self._join([parts[i] for i in range(count)], k == self.front.loss))
-        result = self.front.rebuild(leaves)
-        return Found(losses, result["output"] if self.asked.loss_fn is not None else result)
+            leaves.append(self._join([parts[i] for i in range(count)], k == front.loss))
+        result = front.rebuild(leaves)
+        return Found(losses, result["output"] if wrapped else result)
 
     def _join(self, parts: list[Tensor], is_loss: bool) -> Tensor:
         if parts[0].dim():
@@ -174,8 +212,35 @@ class Built:
         return Measured.of(self.runner.actions(), f"measured, torch {torch.__version__}")
 
     def close(self) -> None:
-        """Release the runner."""
+        """Release the runners."""
+        for evaluation in self._evaluations.values():
+            evaluation.runner.close()
         self.runner.close()
+
+
+class Evaluation:
+    """The same pipeline, captured in evaluation mode for batches of one shape: forwards alone."""
+
+    def __init__(self, built: Built, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
+        asked, plan = built.asked, built.plan
+        size = next((t.shape[0] for t in flatten((args, kwargs, target))[0] if t.dim()), 1)
+        most = built.setup.num_microbatches
+        count = next(k for k in range(min(most, size), 0, -1) if size % k == 0)
+        self.call = Call(args, kwargs, target, asked.whole, count)
+        one_args, one_kwargs, one_target = unflatten(self.call.spec, self.call.example)
+        loss_fn = asked.loss_fn if target is not None else None
+        held = [(*s.parameters, *s.buffers) for s in built.front.stages]
+        self.front = driver.build_forward(asked.model, one_args, one_kwargs, one_target, loss_fn, held)
+        self.wrapped = loss_fn is not None
+        lowered = driver.plan_forward(self.front.stages, plan.problem, count)
+        setup = Setup(self.front.stages, plan.schedule.placement, count)
+        self.runner = built.make_runner(setup, lowered.texts, lowered.predicted)
+        self.reader = _reader(asked.model, self.front.stages)
+
+
+def _reader(model: nn.Module, stages: Sequence[Any]) -> StateReader:
+    names = dict.fromkeys(n for s in stages for n in (*s.parameters, *s.buffers))
+    return StateReader(model, list(names))
 
 
 def build(
@@ -212,12 +277,7 @@ def build(
         asked.seed,
         frozenset(s.index for s in front.stages if draws_random_numbers(s.graphs.forward)),
     )
-    runner: Any
-    if group is None:
-        runner = LocalRunner(setup, plan.texts, _predicted(plan), _device(front))
-    else:
-        runner = DistributedRunner(group, setup, plan.texts[group.rank], _device(front), asked.stall_limit_s)
-    return Built(asked, call, front, plan, setup, runner)
+    return Built(asked, group, call, front, plan, setup)
 
 
 def _options(asked: Asked, ranks: int, count: int) -> Options:
@@ -309,8 +369,8 @@ def _predicted(plan: Plan) -> dict[tuple[Kind, int, int], int]:
     }
 
 
-def _device(front: FrontEndResult) -> torch.device:
-    for stage in front.stages:
+def _device(stages: Sequence[Any]) -> torch.device:
+    for stage in stages:
         for port in (*stage.inputs, *stage.outputs):
-            return port.device
+            return port.device  # type: ignore[no-any-return]
     return torch.device("cpu")

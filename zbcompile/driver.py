@@ -20,12 +20,16 @@ from zbcompile.errors import InfeasibleError, UsageError
 from zbcompile.formats import profile_json, schedule_json
 from zbcompile.formats.detect import load_schedule
 from zbcompile.formats.files import read_text, write_text
-from zbcompile.ir import Placement, Schedule
+from zbcompile.ir import Action, Kind, Placement, Schedule
+from zbcompile.passes.capture import capture
 from zbcompile.passes.codegen import emit
+from zbcompile.passes.constant_masks import fold_constant_masks
+from zbcompile.passes.forward_only import ForwardStage, forward_stages
 from zbcompile.passes.frontend import FrontEndResult, build_stages
 from zbcompile.passes.insert_comm import Lowered, insert_comm, keep_comm
-from zbcompile.passes.measure import measure
+from zbcompile.passes.measure import edges_of, measure
 from zbcompile.passes.merge_backward import merge_backward
+from zbcompile.passes.values import Spec, unflatten
 from zbcompile.planner.bounds import best_bound
 from zbcompile.planner.flat import Flat
 from zbcompile.planner.plan import plan as find_order
@@ -227,6 +231,69 @@ def _placements(options: Options) -> list[Placement]:
     if stages % ranks:
         return [Placement(tuple(s * ranks // stages for s in range(stages)))]
     return [Placement.v(ranks, stages // ranks), Placement.looped(ranks, stages // ranks)]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Programs of forwards alone. predicted : planned start of every action."""
+
+    texts: tuple[str, ...]
+    predicted: Mapping[tuple[Kind, int, int], int]
+
+
+def build_forward(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: Any,
+    loss_fn: Callable[..., Tensor] | None,
+    held: Sequence[Sequence[str]],
+) -> ForwardFront:
+    """Capture in evaluation mode and cut as the trained stages are. The model's modes are left as they were."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        captured = capture(model, args, kwargs, target=target, loss_fn=loss_fn)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    fold_constant_masks(captured)
+    stages = forward_stages(captured, held)
+    place = {p.name: (s.index, k) for s in stages for k, p in enumerate(s.outputs) if p.is_result}
+    return ForwardFront(
+        stages, captured.result_spec, tuple(place[name] for name in captured.results), captured.loss
+    )
+
+
+@dataclass(frozen=True)
+class ForwardFront:
+    """The evaluation stages; the other fields as in `FrontEndResult`."""
+
+    stages: tuple[ForwardStage, ...]
+    result_spec: Spec
+    result_ports: tuple[tuple[int, int], ...]
+    loss: int | None
+
+    def rebuild(self, leaves: Sequence[Any]) -> Any:
+        """The model's own result type from its tensor leaves."""
+        return unflatten(self.result_spec, leaves)
+
+
+def plan_forward(stages: Sequence[ForwardStage], trained: Problem, num_microbatches: int) -> Forward:
+    """Stage by stage, each through all microbatches: in model order, so nothing can wait in a circle."""
+    placement = trained.placement
+    order: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
+    for stage, rank in enumerate(placement.rank_of):
+        order[rank] += [Action(Kind.FORWARD, stage, i) for i in range(num_microbatches)]
+    edges = tuple(replace(e, has_gradient=False) for e in edges_of(stages))
+    profile = replace(trained.profile, edges=edges)
+    problem = Problem.of(profile, placement, num_microbatches, transport=trained.transport)
+    lowered = insert_comm(Schedule.of(placement, num_microbatches, order), problem)
+    timeline = simulate(lowered.schedule, problem)
+    starts = {
+        (a.kind, a.stage, a.microbatch): timeline.start[r][k] for r, k, a in lowered.schedule.actions()
+    }
+    return Forward(emit(lowered.schedule, problem, None, lowered.send_slots), starts)
 
 
 def read_schedule(path: str | os.PathLike[str]) -> Schedule:

@@ -41,7 +41,10 @@ class PortLike(Protocol):
 
 
 class RunnableStage(Protocol):
-    """One stage: its boundary and its four ways to run. See ``zbcompile.passes.stage_graphs.StageGraphs``."""
+    """One stage: its boundary and its four ways to run. See ``zbcompile.passes.stage_graphs.StageGraphs``.
+
+    A stage without a backward gives None instead of saved values.
+    """
 
     @property
     def inputs(self) -> tuple[Any, ...]: ...
@@ -51,7 +54,7 @@ class RunnableStage(Protocol):
     def trainable(self) -> tuple[str, ...]: ...
     def run_forward(
         self, state: Mapping[str, Tensor], inputs: list[Tensor]
-    ) -> tuple[list[Tensor], list[Any]]: ...
+    ) -> tuple[list[Tensor], list[Any] | None]: ...
     def run_backward_input(
         self, saved: list[Any], output_grads: list[Tensor | None]
     ) -> tuple[list[Tensor | None], list[Any]]: ...

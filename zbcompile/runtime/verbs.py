@@ -137,7 +137,8 @@ class Rank:
         outputs, saved = self._run(
             Kind.FORWARD, stage, microbatch, self._run_forward, stage, microbatch, inputs
         )
-        self._saved[stage, microbatch] = saved
+        if saved is not None:
+            self._saved[stage, microbatch] = saved
         for target, positions in table.forward_to:
             self._made[False, stage, target, microbatch] = [outputs[k] for k in positions]
         if table.loss is not None:
@@ -246,7 +247,7 @@ class Rank:
         self.running = None
         return result
 
-    def _run_forward(self, stage: int, microbatch: int, inputs: list[Any]) -> tuple[list[Tensor], list[Any]]:
+    def _run_forward(self, stage: int, microbatch: int, inputs: list[Any]) -> tuple[list[Tensor], list[Any] | None]:
         run = self.setup.stages[stage].run_forward
         if stage not in self.setup.random_stages:
             return run(self.state, inputs)
