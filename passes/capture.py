@@ -8,6 +8,7 @@ The model, its buffers and the random state are left as they were.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.errors import CaptureError, UsageError
 from zbcompile.passes import torch_private
+from zbcompile.passes.aliasing import StorageGroups, viewed_arguments
 from zbcompile.passes.capture_errors import explain, refuse_wrappers
 from zbcompile.passes.custom_functions import FunctionCall, intercepted
+from zbcompile.passes.stand_ins import stand_ins
 from zbcompile.passes.values import Spec, flatten, unflatten
 
 __all__ = ["Captured", "Region", "Role", "capture"]
@@ -79,9 +82,15 @@ class _Whole(nn.Module):
     """Model and loss as a function of the flat batch inputs; remembers how its results were nested."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Tensor] | None, spec: Spec, record: _Record
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Tensor] | None,
+        spec: Spec,
+        record: _Record,
+        mode: contextlib.AbstractContextManager[object],
     ) -> None:
         super().__init__()
+        self.mode = mode
         self.model = model
         self.training = model.training
         self.loss_fn = loss_fn
@@ -89,9 +98,15 @@ class _Whole(nn.Module):
         self.record = record
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with self.mode:
+            return self._forward(tensors)
+
+    def _forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         args, kwargs, target = unflatten(self.spec, tensors)
+        before = torch_private.assigned_buffers(self.model)
         with torch_private.as_in_eager():
             value = self.model(*args, **kwargs)
+        _as_changes(before, self.model)
         loss = None if self.loss_fn is None else self.loss_fn(value, target)
         if loss is not None:
             value = {"loss": loss, "output": value}
@@ -108,8 +123,12 @@ def capture(
     *,
     target: Any = None,
     loss_fn: Callable[..., Tensor] | None = None,
+    device: torch.device | str | None = None,
 ) -> Captured:
     """Capture ``model`` (and ``loss_fn(output, target)``) on one example microbatch.
+
+    A model on the meta device is captured as if it were on ``device`` (default: where the example is,
+    else the CPU); without meta tensors ``device`` is not looked at.
 
     Raises
     ------
@@ -121,8 +140,8 @@ def capture(
     if not tensors:
         raise UsageError("the example holds no tensor", fix="give example args or kwargs with a tensor")
     record = _Record()
-    with intercepted() as functions:
-        program = _export(_Whole(model, loss_fn, spec, record), tensors, model)
+    with intercepted() as functions, stand_ins(model, tensors, device) as (examples, mode):
+        program = _export(_Whole(model, loss_fn, spec, record, mode), examples, model)
     if record.spec is None:
         raise CaptureError(f"the forward of {type(model).__name__} did not return")
     state, names = _canonical(model)
@@ -130,6 +149,22 @@ def capture(
     state = {role.name: state[role.name] for role in roles.values() if role.name in state}
     module = GraphModule(dict(program.graph_module.named_modules()), graph)
     return Captured(module, roles, state, constants, spec, results, record.spec, record.loss, functions)
+
+
+def _as_changes(before: Mapping[tuple[nn.Module, str], Tensor], model: nn.Module) -> None:
+    """``self.buffer = new`` --> ``self.buffer.copy_(new)``, so that the buffer is changed like any other."""
+    for (module, name), new in torch_private.assigned_buffers(model).items():
+        old = before.get((module, name))
+        if old is new:
+            continue
+        if old is None or old.shape != new.shape or old.dtype != new.dtype:
+            raise CaptureError(
+                f"the forward gives buffer {name!r} of {type(module).__name__} another shape or dtype",
+                fix="register the buffer with its final shape and dtype",
+            )
+        with torch.no_grad():
+            old.copy_(new.detach())
+        torch_private.set_buffer(module, name, old)
 
 
 def _own_loss(value: Any) -> Any:
@@ -199,10 +234,55 @@ def _inline(
     outputs = copy_body(source, values, ())
     graph.output(outputs)
     kept = {role.name: program.constants[role.name] for role in roles.values() if role.kind == "constant"}
+    _refuse_changed_parameters(graph, roles)
+    _protect_batch(graph, roles)
+    _hoist_buffer_writes(graph, roles)
     for node in graph.find_nodes(op="placeholder"):
         if not node.users:
             graph.erase_node(node)
     return graph, roles, kept, tuple(node.name for node in outputs)
+
+
+def _refuse_changed_parameters(graph: Graph, roles: Mapping[str, Role]) -> None:
+    groups = StorageGroups(graph)
+    for root, changes in groups.changes.items():
+        for member in groups.members[root]:
+            if member.op == "placeholder" and roles[member.name].kind == "parameter":
+                raise CaptureError(
+                    f"the forward changes parameter {roles[member.name].name!r} in place ({changes[0].target})",
+                    where=changes[0].meta["source"],
+                    fix="change it after the step, or make it a buffer",
+                )
+
+
+def _protect_batch(graph: Graph, roles: Mapping[str, Role]) -> None:
+    """A model that changes its input in place gets a copy: the caller's batch stays as it is."""
+    groups = StorageGroups(graph)
+    holes = list(graph.find_nodes(op="placeholder"))
+    changed = [n for n in holes if roles[n.name].kind == "batch" and groups.root(n) in groups.changes]
+    for node in changed:
+        with graph.inserting_after(holes[-1]):
+            copy = graph.call_function(torch.ops.aten.clone.default)
+        node.replace_all_uses_with(copy)
+        copy.args = (node,)
+        copy.meta = {**node.meta, "region": (), "module_path": "", "source": ""}
+
+
+def _hoist_buffer_writes(graph: Graph, roles: Mapping[str, Role]) -> None:
+    """Move ``buffer.copy_(new)`` up to where ``new`` is made, unless the buffer is used in between."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if str(node.target) != "aten.copy_.default" or node.users:
+            continue
+        buffer, new = node.args[0], node.args[1]
+        if not isinstance(new, Node) or buffer.op != "placeholder" or roles[buffer.name].kind != "buffer":
+            continue
+        uses = [user for user in buffer.users if user is not node]
+        if any(viewed_arguments(user) for user in uses):
+            continue
+        last = max([new, *uses], key=lambda n: position[n])
+        if position[last] < position[node] and last.op != "placeholder":
+            last.append(node)
 
 
 def _is_pick(node: Node) -> bool:

@@ -71,7 +71,7 @@ def refuse_wrappers(model: nn.Module) -> None:
     """Name the wrappers and parameter kinds that cannot be captured, with what works instead.
 
     Raises CaptureError for DistributedDataParallel, DataParallel, FSDP, DTensor parameters, lazy
-    parameters and scripted modules.
+    parameters, scripted modules, and hooks on gradients (nothing would call them).
     """
     for name, module in model.named_modules():
         kind = torch_private.wrapper_kind(module)
@@ -81,7 +81,19 @@ def refuse_wrappers(model: nn.Module) -> None:
                 where=name or type(module).__name__,
                 fix="compile the plain model; parallelism over data or shards is added to the stages afterwards",
             )
+        if torch_private.backward_hooks(module):
+            raise CaptureError(
+                "cannot capture a module with backward hooks: they would not run",
+                where=name or type(module).__name__,
+                fix="remove the hook, or do its work in an autograd.Function or on param.grad after the step",
+            )
     for name, parameter in model.named_parameters():
+        if torch_private.has_hooks(parameter):
+            raise CaptureError(
+                "cannot capture a parameter with gradient hooks: they would not run",
+                where=name,
+                fix="remove the hook and do its work on param.grad after the step",
+            )
         kind = torch_private.parameter_kind(parameter)
         if kind:
             raise CaptureError(

@@ -167,6 +167,13 @@ def _trace(
     try:
         with torch_private.preserve_node_meta():
             joint = torch_private.joint_graph(replay, arguments)
+    except torch_private.ChangeCarriesGradient as error:
+        position = error.args[0]
+        names = [role.name for role in source.roles] + [wire.name for wire in source.inputs]
+        raise SplitError(
+            f"stage {source.index} changes {names[position]!r} to a value that carries a gradient",
+            fix="change it under torch.no_grad() or from a detached value",
+        ) from error
     except RuntimeError as error:
         raise SplitError(f"stage {source.index} cannot be differentiated: {error}") from error
     parameters = {i for i, role in enumerate(source.roles) if role.kind in ("parameter", "buffer")}
@@ -367,7 +374,7 @@ def _size(node: Node) -> int | None:
         return None
     value = node.meta.get("val")
     if isinstance(value, Tensor):
-        return int(value.untyped_storage().nbytes())
+        return torch_private.storage_bytes(value)
     return 8 if isinstance(value, int | float | torch.SymInt | torch.SymFloat) else None
 
 

@@ -32,18 +32,23 @@ except ImportError as error:  # pragma: no cover
     ) from error
 
 __all__ = [
+    "ChangeCarriesGradient",
     "FakeTensor",
     "JointGraph",
     "as_fake",
     "as_in_eager",
-    "autocast_weight_cache",
+    "assigned_buffers",
+    "backward_hooks",
     "fake_mode",
+    "has_hooks",
     "joint_graph",
     "node_meta",
     "parameter_kind",
     "preserve_node_meta",
     "quiet",
     "region_of_call",
+    "set_buffer",
+    "storage_bytes",
     "wrapper_kind",
 ]
 
@@ -63,6 +68,10 @@ class JointGraph:
     outputs: dict[int, Any]
     mutations: dict[int, Any]
     gradients: dict[int, Any]
+
+
+class ChangeCarriesGradient(Exception):
+    """The new value of a changed argument depends on parameters; ``args[0]`` is its position."""
 
 
 def fake_mode() -> FakeTensorMode:
@@ -105,6 +114,10 @@ def _with_roles(module: GraphModule) -> JointGraph:
             role.output, descriptors.PlainAOTOutput
         ):
             roles.tangents[role.output.idx] = node
+        elif isinstance(role, descriptors.TangentAOTInput) and isinstance(
+            role.output, descriptors.InputMutationAOTOutput
+        ):
+            raise ChangeCarriesGradient(_argument(role.output.mutated_input))
         else:
             raise SplitError(f"the joint graph has an argument of unknown role: {role}")
     output = module.graph.output_node()
@@ -181,17 +194,6 @@ def as_in_eager() -> Iterator[None]:
         torch.compiler._is_exporting_flag = previous
 
 
-@contextlib.contextmanager
-def autocast_weight_cache() -> Iterator[None]:
-    """Let autocast cache casts of weights while tracing, as it does in eager."""
-    previous = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(previous)
-
-
 def wrapper_kind(module: nn.Module) -> str:
     """Name of the parallel wrapper or script that ``module`` is, or an empty string."""
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -208,3 +210,38 @@ def parameter_kind(parameter: Tensor) -> str:
         return "lazy parameter"
     data = parameter.data
     return "" if type(data) is Tensor or isinstance(data, FakeTensor) else type(data).__name__
+
+
+def storage_bytes(value: Tensor) -> int:
+    """Bytes of a fake tensor's storage; the upper bound where the size depends on data."""
+    size: Any = value.untyped_storage().nbytes()
+    if isinstance(size, int):
+        return size
+    bound = size.node.shape_env.bound_sympy(size.node.expr).upper
+    return min(int(bound), 1 << 60) if bound.is_number and bound.is_finite else 1 << 60
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether the user asked for code to run on this parameter's gradient."""
+    hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return any(hooks)
+
+
+def backward_hooks(module: nn.Module) -> bool:
+    """Whether the user asked for code to run in this module's backward."""
+    return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
+
+
+def assigned_buffers(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    """(module, name) -> buffer, to see after a call which ones were replaced."""
+    return {
+        (module, name): buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    }
+
+
+def set_buffer(module: nn.Module, name: str, buffer: Tensor) -> None:
+    """Put ``buffer`` back under its name."""
+    module._buffers[name] = buffer
