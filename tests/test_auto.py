@@ -65,7 +65,7 @@ def test_contiguous_cuts_are_the_best_of_all(times: list[int], data: st.DataObje
 
 
 def test_the_best_placement_is_kept_and_every_one_is_reported() -> None:
-    result = plan_auto(uniform(4, 2, 4, 8), time_limit_s=6)
+    result = plan_auto(uniform(4, 2, 3, 8), time_limit_s=3)
     solution = result.solution
     check(solution.schedule, solution.problem)
     assert simulate(solution.schedule, solution.problem).value_ns == solution.certificate.value_ns
@@ -129,10 +129,9 @@ def test_an_interrupt_keeps_the_best_placement_so_far() -> None:
 
 def test_random_stages_are_planned_under_their_caps() -> None:
     rng = random.Random(8)
-    for _ in range(2):
-        stages = tuple(
-            StageCost.simple(rng.randint(1, 5), rng.randint(1, 5), rng.randint(0, 4), 2, 1) for _ in range(5)
-        )
-        problem = Problem.of(Profile(stages), Placement((0, 0, 1, 1, 2)), 3, 7)
-        result = plan_auto(problem, time_limit_s=3)
-        check(result.solution.schedule, result.solution.problem)
+    stages = tuple(
+        StageCost.simple(rng.randint(1, 5), rng.randint(1, 5), rng.randint(0, 4), 2, 1) for _ in range(5)
+    )
+    problem = Problem.of(Profile(stages), Placement((0, 0, 1, 1, 2)), 3, 7)
+    result = plan_auto(problem, time_limit_s=2)
+    check(result.solution.schedule, result.solution.problem)

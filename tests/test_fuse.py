@@ -143,7 +143,7 @@ def test_plan_obeys_fuse_never_and_always() -> None:
     problem = table_problem(1, 10, "async", 3, 6)
     kinds = {}
     for fuse in ("never", "always", "auto"):
-        solution = plan(problem, fuse=fuse, time_limit_s=5)
+        solution = plan(problem, fuse=fuse, time_limit_s=2)
         check(solution.schedule, problem)
         kinds[fuse] = {a.kind for row in solution.schedule.order for a in row}
     assert Kind.FULL_BACKWARD not in kinds["never"]
@@ -225,7 +225,7 @@ def brute_force_with_fusing(problem: Problem) -> int:
 def test_bounds_hold_over_all_orders_and_all_choices_of_fusing(transport: str) -> None:
     rng = random.Random(7)
     tight = 0
-    for _ in range(16):
+    for _ in range(12):
         problem = random_fusing_problem(rng, transport)
         least = brute_force_with_fusing(problem)
         bounds = [best_bound(problem).value_ns]
@@ -234,15 +234,15 @@ def test_bounds_hold_over_all_orders_and_all_choices_of_fusing(transport: str) -
             bounds.append(holding.value_ns)
         assert max(bounds) <= least
         tight += max(bounds) == least
-    assert tight >= 4
+    assert tight >= 3
 
 
 def test_plan_meets_brute_force_on_small_instances() -> None:
     rng = random.Random(11)
     for transport in TRANSPORTS:
-        for _ in range(4):
+        for _ in range(2):
             problem = random_fusing_problem(rng, transport)
-            value = plan(problem, time_limit_s=20).certificate.value_ns
+            value = plan(problem, time_limit_s=4).certificate.value_ns
             assert value <= 1.1 * brute_force_with_fusing(problem)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import cast
 
 from zbcompile.check import check
@@ -126,6 +127,7 @@ def _derive(
         "holding": _holding,
         "variants": _variants,
         "cp_sat": _cp_sat,
+        "crossing": _crossing,
     }
     if method not in special:
         raise refuse(f"unknown method {method[:40]!r} for the {problem.objective}")
@@ -243,7 +245,6 @@ def _cp_sat(
     problem: Problem, witness: Witness, out: Derivation, solver: _Solver, solution: Solution | None
 ) -> int:
     """A bound of the exact model: ask for anything shorter, and fail."""
-    from zbcompile.planner.bounds import best_bound
     from zbcompile.planner.cpsat import refute
     from zbcompile.planner.flat import Flat
 
@@ -255,6 +256,48 @@ def _cp_sat(
     if shorter:
         out.add(f"CP-SAT: the exact model has no order below {solver.target:,} ns", solver.target)
         return solver.target
+    return _without_solver(problem, out, solver)
+
+
+def _crossing(
+    problem: Problem, witness: Witness, out: Derivation, solver: _Solver, solution: Solution | None
+) -> int:
+    """The crossing bound of one rank: ask its model, on the witness's grid, for anything shorter."""
+    from zbcompile.planner.crossing import crossing_bound, is_chain
+    from zbcompile.planner.flat import Flat
+
+    flat, facts = Flat.of(problem).relaxed(), Facts(problem)
+    rank, grid = rank_of(facts, witness), witness.get("grid")
+    if not is_chain(flat):
+        raise refuse("the crossing bound is for a chain with one stage per rank")
+    if (
+        not isinstance(grid, (list, tuple))
+        or len(grid) != 2
+        or not all(type(n) is int and n > 0 for n in grid)
+    ):
+        raise refuse("the witness's grid is no pair of positive whole numbers", given=grid)
+    head = facts.head(rank) if problem.objective == "makespan" else 0
+    wanted = solver.target - head
+    found = crossing_bound(
+        flat, rank, Fraction(grid[0], grid[1]), upper_ns=max(1, wanted), time_limit_s=solver.limit
+    )
+    if found.value_ns < wanted:
+        if found.closed:
+            raise refuse(
+                "the crossing model has a shorter order than the bound", solver.target, found.value_ns + head
+            )
+        return _without_solver(problem, out, solver)
+    if head:
+        out.add(f"F's before the first F of rank {rank}", head)
+    scale = f"{grid[0]}/{grid[1]}" if grid[1] != 1 else f"{grid[0]}"
+    out.add(f"CP-SAT: times in units of {scale} ns, rank {rank} takes no less than {wanted:,} ns", wanted)
+    return solver.target
+
+
+def _without_solver(problem: Problem, out: Derivation, solver: _Solver) -> int:
+    """What still holds where the solver did not finish: the best bound that can be summed by hand."""
+    from zbcompile.planner.bounds import best_bound
+
     solver.out_of_time = True
     simple = best_bound(problem)
     return _derive(problem, simple.method, simple.witness, out, solver, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 from zbcompile.errors import UsageError
@@ -11,7 +12,7 @@ from zbcompile.planner.flat import check_caps
 from zbcompile.planner.fuse import improve_fusing
 from zbcompile.planner.holding import holding_bound
 from zbcompile.planner.proofs import EXACT_ACTIONS, prove_crossing, prove_exact
-from zbcompile.planner.search import Effort, improve
+from zbcompile.planner.search import Effort, improve, pattern_orders
 from zbcompile.planner.seeds import try_classic, try_list_schedules
 from zbcompile.planner.state import Best, Progress
 from zbcompile.planner.stretch import stretch
@@ -82,6 +83,9 @@ def quick_value(problem: Problem, seed: int) -> int | None:
     best = Best(problem, best_bound(problem), time_limit_s=2.0)
     try_classic(best)
     try_list_schedules(best, tries=12, seed=seed)
+    if any(len(stages) > 1 for stages in best.flat.stages_of):
+        for _, _, codes in pattern_orders(best, Annealer(best.flat), 16, random.Random(seed)):
+            best.offer(codes, "pattern")
     return best.value
 
 
