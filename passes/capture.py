@@ -191,7 +191,7 @@ def _export(whole: _Whole, tensors: list[Tensor], model: nn.Module) -> Any:
 
 def _canonical(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameters and buffers by their first name, and every name -> the first name of its tensor."""
-    named = list(model.named_parameters(remove_duplicate=False))
+    named: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
     named += list(model.named_buffers(remove_duplicate=False))
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(tensor), name) for name, tensor in named}
@@ -248,8 +248,9 @@ def _refuse_changed_parameters(graph: Graph, roles: Mapping[str, Role]) -> None:
     for root, changes in groups.changes.items():
         for member in groups.members[root]:
             if member.op == "placeholder" and roles[member.name].kind == "parameter":
+                name = roles[member.name].name
                 raise CaptureError(
-                    f"the forward changes parameter {roles[member.name].name!r} in place ({changes[0].target})",
+                    f"the forward changes parameter {name!r} in place ({changes[0].target})",
                     where=changes[0].meta["source"],
                     fix="change it after the step, or make it a buffer",
                 )

@@ -39,7 +39,7 @@ def _reason(text: str) -> tuple[str, str]:
     if any(mark in text for mark in _DATA_DEPENDENT):
         return (
             "a Python branch or loop depends on tensor data",
-            "replace it by torch.where or another tensor operation, or by a flag that is fixed before training",
+            "replace it by torch.where or another tensor operation, or by a flag fixed before training",
         )
     first = text.strip().splitlines()[0] if text.strip() else "unknown reason"
     return first[:300], ""
@@ -79,7 +79,7 @@ def refuse_wrappers(model: nn.Module) -> None:
             raise CaptureError(
                 f"cannot capture a module wrapped by {kind}",
                 where=name or type(module).__name__,
-                fix="compile the plain model; parallelism over data or shards is added to the stages afterwards",
+                fix="compile the plain model; parallelism over data or shards comes after, on the stages",
             )
         if torch_private.backward_hooks(module):
             raise CaptureError(

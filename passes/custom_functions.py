@@ -25,10 +25,12 @@ __all__ = ["FunctionCall", "intercepted", "is_function_call"]
 _TRANSPARENT = ("torch._", "torch.autograd.", "torch.nn.attention.")
 """Modules of torch whose Functions export treats correctly or that never run inside a model."""
 
-_ACTIVE: contextvars.ContextVar[dict[int, FunctionCall] | None] = contextvars.ContextVar("functions", default=None)
+_ACTIVE: contextvars.ContextVar[dict[int, FunctionCall] | None] = contextvars.ContextVar(
+    "functions", default=None
+)
 
-_LIBRARY = torch.library.Library("zbcompile", "DEF")
-_LIBRARY.define("function(int key, Tensor[] tensors) -> Tensor[]")
+_LIBRARY = torch.library.Library("zbcompile", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("function(int key, Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -42,7 +44,8 @@ class FunctionCall:
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The flat tensor results of ``cls.apply`` on ``tensors`` and the recorded other arguments."""
-        return flatten(self.cls.apply(*unflatten(self.arguments, tensors)))[0]
+        apply: Any = self.cls.apply
+        return flatten(apply(*unflatten(self.arguments, tensors)))[0]
 
     def infer(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Fresh tensors shaped like the results, from the class's own forward on fake ``tensors``."""
@@ -78,7 +81,7 @@ class _Context:
         )
 
 
-@torch.library.register_fake("zbcompile::function", lib=_LIBRARY)
+@torch.library.register_fake("zbcompile::function", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _infer(key: int, tensors: list[Tensor]) -> list[Tensor]:
     active = _ACTIVE.get()
     if active is None:
@@ -104,7 +107,7 @@ def intercepted() -> Iterator[dict[int, FunctionCall]]:
                 replaced.append((cls, own))
                 inline = cls.__module__ == "torch.utils.checkpoint"
                 patched = _run_inline if inline else _recorder(cls, getattr(cls, "forward"), calls)  # noqa: B009
-                cls.forward = staticmethod(patched)  # type: ignore[method-assign, assignment]
+                cls.forward = staticmethod(patched)
         yield calls
     finally:
         for cls, own in replaced:
@@ -112,7 +115,7 @@ def intercepted() -> Iterator[dict[int, FunctionCall]]:
         _ACTIVE.reset(token)
 
 
-def _all_functions(cls: type) -> list[Any]:
+def _all_functions(cls: Any) -> list[Any]:
     found: list[Any] = []
     for child in cls.__subclasses__():
         found += [child, *_all_functions(child)]
@@ -140,8 +143,8 @@ def _recorder(cls: Any, forward: Any, calls: dict[int, FunctionCall]) -> Any:
         calls[key] = call
         results = torch.ops.zbcompile.function(key, tensors)
         if call.result is None:
-            raise CaptureError(f"no shapes could be inferred for {owner.__qualname__}", where=owner.__module__)
-        value = unflatten(call.result, results)
-        return value
+            name = owner.__qualname__
+            raise CaptureError(f"no shapes could be inferred for {name}", where=owner.__module__)
+        return unflatten(call.result, results)
 
     return record

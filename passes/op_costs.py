@@ -69,7 +69,7 @@ def flops(node: Node) -> int:
         return 2 * _numel(out) * shapes[0][-1] if shapes[0] else 0
     if name == "convolution_backward" and len(shapes) > 2:
         wanted: Any = node.args[10]
-        return 2 * math.prod(shapes[0]) * math.prod(shapes[2][1:]) * (wanted[0] + wanted[1])
+        return 2 * math.prod(shapes[0]) * math.prod(shapes[2][1:]) * int(wanted[0] + wanted[1])
     if name in _CONV and len(shapes) > 1:
         return 2 * _numel(out) * math.prod(shapes[1][1:])
     if "attention" in name and len(shapes) > 2:

@@ -21,12 +21,10 @@ _LSTM_MODE = 2
 
 def is_fused_lstm(node: Node) -> bool:
     """Whether eager would run this call as oneDNN layers: LSTM, CPU, float32, no projection."""
-    if str(node.target) != "aten.lstm.input" or not torch.backends.mkldnn.is_available():
-        return False
-    if not torch.backends.mkldnn.enabled:  # type: ignore[attr-defined]
+    if str(node.target) != "aten.lstm.input" or not torch.backends.mkldnn.enabled:
         return False
     x, state, weights = (node.args[i] for i in range(3))
-    tensors = [n.meta["val"] for n in (x, *state, *weights)]  # type: ignore[union-attr, misc]
+    tensors = [n.meta["val"] for n in (x, *state, *weights)]  # type: ignore[misc]
     cpu = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
     return cpu and tensors[1].shape[2] == tensors[2].shape[2] and tensors[0].numel() != 0
 
@@ -69,8 +67,8 @@ def lstm(
     return output, torch.stack(last_h), torch.stack(last_c)
 
 
-_LIBRARY = torch.library.Library("zbcompile", "FRAGMENT")
-_LIBRARY.define(
+_LIBRARY = torch.library.Library("zbcompile", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
     "lstm_layer(Tensor x, Tensor w0, Tensor w1, Tensor w2, Tensor w3, Tensor h, Tensor c, bool reverse, "
     "int[] batch_sizes, int mode, int hidden_size, int num_layers, bool has_biases, bool bidirectional, "
     "bool batch_first, bool train) -> (Tensor, Tensor, Tensor, Tensor)"
@@ -86,7 +84,7 @@ def _lstm_layer(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(result.detach() for result in results)
 
 
-@torch.library.register_fake("zbcompile::lstm_layer", lib=_LIBRARY)
+@torch.library.register_fake("zbcompile::lstm_layer", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _fake_lstm_layer(*arguments: Any) -> tuple[Tensor, ...]:
     return torch.ops.aten.mkldnn_rnn_layer.default(*arguments)  # type: ignore[no-any-return]
 

@@ -51,12 +51,13 @@ class Replay(nn.Module):
                     regions.enter(node.meta.get("region", ()))
                     with torch_private.node_meta(node):
                         values[node] = self._call(node, values)
-        outputs = [values[node] for node in self.graph.output_node().args[0]]  # type: ignore[union-attr]
+        results: Any = self.graph.output_node().args[0]
+        outputs = [values[node] for node in results]
         return self._separate(outputs, arguments)
 
     def _call(self, node: Node, values: dict[Node, Any]) -> Any:
-        args = torch.fx.map_arg(node.args, lambda n: values[n])
-        kwargs = torch.fx.map_arg(node.kwargs, lambda n: values[n])
+        args: Any = torch.fx.map_arg(node.args, lambda n: values[n])
+        kwargs: Any = torch.fx.map_arg(node.kwargs, lambda n: values[n])
         if is_function_call(node.target):
             return self.functions[args[0]](args[1])
         if is_fused_lstm(node):
@@ -105,4 +106,4 @@ def _mode(region: Region) -> Any:
 
 
 def _storage(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
+    return int(value.untyped_storage()._cdata)

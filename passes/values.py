@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -90,8 +92,7 @@ def _walk(value: Any, tensors: list[Tensor], results: bool) -> Spec:
     if isinstance(value, Mapping):
         keys = tuple(value)
         children = tuple(_walk(value[key], tensors, results) for key in keys)
-        kind = type(value)
-        return Spec("container", kind, keys, children, _rebuild_mapping(kind))
+        return Spec("container", type(value), keys, children, _rebuild_mapping(type(value)))
     if isinstance(value, tuple | list):
         children = tuple(_walk(item, tensors, results) for item in value)
         kind = type(value)
@@ -102,9 +103,11 @@ def _walk(value: Any, tensors: list[Tensor], results: bool) -> Spec:
 
 def _walk_object(value: Any, tensors: list[Tensor], results: bool) -> Spec:
     """Dataclasses and simple objects: a shallow copy whose tensor-holding attributes are replaced."""
-    if isinstance(value, torch.nn.Module) or isinstance(value, type) or callable(value):
+    if isinstance(value, torch.nn.Module | type) or callable(value):
         return Spec("constant", value)
-    fields = vars(value) if hasattr(value, "__dict__") else {}
+    if isinstance(value, set | frozenset | deque) and any(_holds_tensor(item) for item in value) and not results:
+        raise UsageError(f"a {type(value).__name__} of tensors cannot be passed", fix="pass a list")
+    fields = _attributes(value)
     keys = tuple(key for key, item in fields.items() if _holds_tensor(item))
     if not keys:
         return Spec("constant", value)
@@ -112,6 +115,17 @@ def _walk_object(value: Any, tensors: list[Tensor], results: bool) -> Spec:
         return Spec("constant", NotCarried(type(value).__name__))
     children = tuple(_walk(fields[key], tensors, results) for key in keys)
     return Spec("object", value, keys, children)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an instance, whether they sit in its ``__dict__`` or in slots."""
+    names = (
+        name
+        for kind in type(value).__mro__
+        for name, member in vars(kind).items()
+        if isinstance(member, MemberDescriptorType) and hasattr(value, name)
+    )
+    return {name: getattr(value, name) for name in names} | getattr(value, "__dict__", {})
 
 
 def _holds_tensor(value: Any, depth: int = 4) -> bool:
@@ -123,8 +137,10 @@ def _holds_tensor(value: Any, depth: int = 4) -> bool:
         return any(_holds_tensor(item, depth - 1) for item in value.values())
     if isinstance(value, tuple | list):
         return any(_holds_tensor(item, depth - 1) for item in value)
-    if hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-        return any(_holds_tensor(item, depth - 1) for item in vars(value).values())
+    if isinstance(value, set | frozenset | deque):
+        return any(_holds_tensor(item, depth - 1) for item in value)
+    if not isinstance(value, type) and not callable(value) and not isinstance(value, _PLAIN):
+        return any(_holds_tensor(item, depth - 1) for item in _attributes(value).values())
     return False
 
 
@@ -137,8 +153,8 @@ def _build(spec: Spec, tensors: Iterator[Any]) -> Any:
     if spec.build is not None:
         return spec.build(spec.keys, children)
     copy = object.__new__(type(spec.value))
-    copy.__dict__.update(vars(spec.value))
-    copy.__dict__.update(zip(spec.keys, children, strict=True))
+    for name, item in (_attributes(spec.value) | dict(zip(spec.keys, children, strict=True))).items():
+        object.__setattr__(copy, name, item)
     return copy
 
 

@@ -39,7 +39,7 @@ def _run_one(
         inputs = [flat[p.source[1]] if p.source[0] == "batch" else values[p.name] for p in stage.inputs]
         outs, saved = stage.run_forward(state, inputs)
         for port, out in zip(stage.outputs, outs, strict=True):
-            assert out.shape == port.shape and out.dtype == port.dtype
+            assert (out.shape, out.dtype) == (port.shape, port.dtype)
         values |= {port.name: out for port, out in zip(stage.outputs, outs, strict=True)}
         saves.append(saved)
         outputs.append(outs)

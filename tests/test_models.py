@@ -8,13 +8,15 @@ from __future__ import annotations
 import copy
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
-from tests.frontend_helpers import compare, run_autograd, run_stages, state_of
-from tests.model_zoo import PLAIN, TRANSFORMERS, Branching, Case, Recurrent, first_mean, hugging, square
 from torch import nn
 
+from tests.frontend_helpers import Batch, compare, run_autograd, run_stages, state_of
+from tests.model_zoo import BERT, PLAIN, TRANSFORMERS, Branching, Case, Recurrent, first_mean, hugging, square
 from zbcompile.errors import CaptureError, CutError
 from zbcompile.passes.frontend import build_stages
 
@@ -72,38 +74,60 @@ def _layerdrop() -> nn.Module:
 
 
 def _longformer() -> nn.Module:
-    from tests.model_zoo import BERT
-
     return hugging("LongformerConfig", "LongformerModel", attention_window=4, **BERT)()
 
 
+def _rows(*shape: int) -> Callable[[], Batch]:
+    return lambda: ((torch.randn(*shape),), {}, torch.randn(*shape))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A model that must be refused, with the words that its error must contain."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[], Batch]
+    loss: Callable[..., torch.Tensor]
+    error: type[Exception]
+    words: tuple[str, ...]
+
+
 REFUSED = {
-    "longformer": (_longformer, TRANSFORMERS["bert"].batch, first_mean, CaptureError,
-                   ["tensor data", "modeling_longformer.py:", "encoder.layer.0"]),
-    "wav2vec2 with layerdrop": (_layerdrop, TRANSFORMERS["wav2vec2"].batch, first_mean, CaptureError,
-                                ["tensor data", "modeling_wav2vec2.py:", "encoder"]),
-    "a branch on data": (Branching, lambda: ((torch.randn(2, 4),), {}, torch.randn(2, 4)), square, CaptureError,
-                         ["tensor data", "model_zoo.py:"]),
-    "GRU in 3 stages": (_OnlyGRU, lambda: ((torch.randn(2, 5, 8),), {}, torch.randn(2, 5, 8)), square, CutError,
-                        ["3 stages wanted", "aten.gru", "'rnn'"]),
-    "fewer cut points than stages": (lambda: nn.Linear(4, 4), lambda: ((torch.randn(2, 4),), {}, torch.randn(2, 4)),
-                                     square, CutError, ["3 stages wanted, 1 legal cut points", "aten.linear"]),
-    "DataParallel": (lambda: nn.DataParallel(nn.Linear(4, 4)),
-                     lambda: ((torch.randn(2, 4),), {}, torch.randn(2, 4)), square, CaptureError,
-                     ["DataParallel", "plain model"]),
+    "longformer": Refusal(
+        _longformer, TRANSFORMERS["bert"].batch, first_mean, CaptureError,
+        ("tensor data", "modeling_longformer.py:", "encoder.layer.0"),
+    ),
+    "wav2vec2 with layerdrop": Refusal(
+        _layerdrop, TRANSFORMERS["wav2vec2"].batch, first_mean, CaptureError,
+        ("tensor data", "modeling_wav2vec2.py:", "encoder"),
+    ),
+    "a branch on data": Refusal(
+        Branching, _rows(2, 4), square, CaptureError, ("tensor data", "model_zoo.py:")
+    ),
+    "GRU in 3 stages": Refusal(
+        _OnlyGRU, _rows(2, 5, 8), square, CutError, ("3 stages wanted", "aten.gru", "'rnn'")
+    ),
+    "fewer cut points than stages": Refusal(
+        lambda: nn.Linear(4, 4), _rows(2, 4), square, CutError,
+        ("3 stages wanted, 1 legal cut point", "aten.linear"),
+    ),
+    "DataParallel": Refusal(
+        lambda: nn.DataParallel(nn.Linear(4, 4)), _rows(2, 4), square, CaptureError,
+        ("DataParallel", "plain model"),
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_model_is_refused_by_name(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    build, batch, loss, error, words = REFUSED[name]
-    model = build().train()
-    args, kwargs, target = batch()
-    with pytest.raises(error) as caught:
-        build_stages(model, 3, args, kwargs, target=target, loss_fn=loss)
+    case = REFUSED[name]
+    model = case.build().train()
+    args, kwargs, target = case.batch()
+    with pytest.raises(case.error) as caught:
+        build_stages(model, 3, args, kwargs, target=target, loss_fn=case.loss)
     text = str(caught.value)
     _say(capfd, f"{name:28s} refused: {text.splitlines()[0]}")
-    for word in words:
+    for word in case.words:
         assert word in text
 
 
