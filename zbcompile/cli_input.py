@@ -132,8 +132,7 @@ def load_profile(path: str) -> ProfileFile:
 def load_problem(arguments: argparse.Namespace) -> Problem:
     """The problem of a profile file and the options of `plan` and `compare`; options win."""
     file = load_profile(arguments.profile)
-    stages = file.profile.num_stages
-    placement = parse_placement(arguments.placement, stages) if arguments.placement else None
+    placement = _asked_placement(arguments, file)
     changed = placement is not None and file.placement not in (None, placement)
     problem = (replace(file, caps=()) if arguments.cap or (changed and len(file.caps) > 1) else file).problem(
         placement=placement,
@@ -143,6 +142,30 @@ def load_problem(arguments: argparse.Namespace) -> Problem:
     )
     profile_json.check_amount(problem.profile, problem.num_microbatches, arguments.profile)
     return problem.with_(caps=parse_caps(arguments.cap, problem)) if arguments.cap else problem
+
+
+def _asked_placement(arguments: argparse.Namespace, file: ProfileFile) -> Placement | None:
+    """What ``--placement`` and ``--ranks`` say; None when they say nothing. ``auto`` begins contiguous."""
+    text, ranks, stages = arguments.placement, arguments.ranks, file.profile.num_stages
+    if ranks is not None and ranks > stages:
+        raise UsageError(f"{ranks} ranks cannot share {stages} stages", needed=f"at most {stages} ranks")
+    if ranks is not None and text in ("linear", "looped", "v"):
+        if stages % ranks:
+            raise UsageError(
+                f"{stages} stages do not divide evenly among {ranks} ranks", fix="use --placement auto"
+            )
+        text = f"{text}:{stages // ranks}"
+    if text == "auto" or (text is None and ranks is not None):
+        from zbcompile.planner.auto import contiguous
+
+        own = file.placement.num_ranks if file.placement is not None else stages
+        return contiguous(Problem.of(file.profile), ranks or own)
+    if text is None:
+        return None
+    placement = parse_placement(text, stages)
+    if ranks is not None and placement.num_ranks != ranks:
+        raise UsageError("--placement and --ranks differ", needed=f"{ranks} ranks", given=placement.num_ranks)
+    return placement
 
 
 def load_scheduled(arguments: argparse.Namespace) -> ScheduleFile:

@@ -16,7 +16,10 @@ _CAP_HELP = (
     "memory per rank: 4GiB, 512MiB, 8e9, or 1.5p (times what p microbatches hold on the rank, plus its "
     "static bytes; 1F1B needs 1p); a comma list gives one per rank, 'none' for no limit"
 )
-_PLACEMENT_HELP = "linear, looped[:K], v[:K] (K stages per rank) or the rank of every stage as 0,1,1,0"
+_PLACEMENT_HELP = (
+    "linear, looped[:K], v[:K] (K stages per rank), the rank of every stage as 0,1,1,0, or auto: the best of "
+    "those that fit --ranks"
+)
 
 
 def add_commands(commands: Commands) -> None:
@@ -56,6 +59,7 @@ def _demo(commands: Commands) -> None:
 def _problem_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cap", metavar="BYTES", help=_CAP_HELP)
     parser.add_argument("--placement", help=_PLACEMENT_HELP)
+    parser.add_argument("--ranks", type=_positive, metavar="P", help="ranks that share the stages (one each)")
     parser.add_argument(
         "--microbatches", type=_positive, metavar="M", help="microbatches of a step (2 per rank)"
     )

@@ -11,8 +11,10 @@ from zbcompile.cli_input import load_problem, say
 from zbcompile.communication import insert_communication
 from zbcompile.formats import schedule_json
 from zbcompile.formats.files import write_text
+from zbcompile.planner.auto import plan_auto
 from zbcompile.planner.plan import Progress
 from zbcompile.planner.plan import plan as find_order
+from zbcompile.problem import Problem
 from zbcompile.show.summary import headline, plan_of, proof_line
 from zbcompile.show.units import time_unit
 from zbcompile.simulate import simulate
@@ -52,6 +54,7 @@ class _Reporter:
         """End the line that was being rewritten."""
         if self.rewrite and self.last:
             sys.stderr.write("\n")
+            self.last = ""
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -59,13 +62,7 @@ def plan(arguments: argparse.Namespace) -> int:
     problem = load_problem(arguments)
     reporter = _Reporter(quiet=arguments.quiet)
     try:
-        solution = find_order(
-            problem,
-            time_limit_s=arguments.time_limit,
-            seed=arguments.seed,
-            observer=reporter,
-            fuse=arguments.fuse,
-        )
+        solution = _found(problem, arguments, reporter)
     finally:
         reporter.close()
     solution = with_communication(solution)
@@ -75,6 +72,30 @@ def plan(arguments: argparse.Namespace) -> int:
         say(headline(drawn))
         say(proof_line(drawn))
     return 130 if reporter.interrupted else 0
+
+
+def _found(problem: Problem, arguments: argparse.Namespace, reporter: _Reporter) -> Solution:
+    """One placement, or the best of all that fit with ``--placement auto``."""
+    if arguments.placement != "auto":
+        return find_order(
+            problem,
+            time_limit_s=arguments.time_limit,
+            seed=arguments.seed,
+            observer=reporter,
+            fuse=arguments.fuse,
+        )
+    result = plan_auto(
+        problem,
+        time_limit_s=arguments.time_limit,
+        seed=arguments.seed,
+        observer=reporter,
+        fuse=arguments.fuse,
+    )
+    reporter.close()
+    if not arguments.quiet:
+        for tried in result.tried:
+            say(tried)
+    return result.solution
 
 
 def with_communication(solution: Solution) -> Solution:
