@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from zbcompile.passes.backends import check_backend, with_backend
 from zbcompile.passes.capture import Captured, capture
 from zbcompile.passes.constant_masks import fold_constant_masks
 from zbcompile.passes.partition import Policy, StageSource, partition
@@ -36,8 +38,9 @@ class CutReport:
         first, last = (self.modules[0], self.modules[-1]) if self.modules else ("-", "-")
         return (
             f"stage {self.index}: {first} .. {last} | {self.num_parameters} parameters, "
-            f"{self.parameter_bytes} B | counted F {self.forward_seconds * 1e3:.3f} ms | in {self.received_bytes} B, "
-            f"out {self.sent_bytes} B | held F to B {self.saved_bytes} B, B to W {self.saved_for_weight_bytes} B"
+            f"{self.parameter_bytes} B | counted F {self.forward_seconds * 1e3:.3f} ms | "
+            f"in {self.received_bytes} B, out {self.sent_bytes} B | "
+            f"held F to B {self.saved_bytes} B, B to W {self.saved_for_weight_bytes} B"
         )
 
 
@@ -59,6 +62,7 @@ class FrontEndResult:
     result_ports: tuple[tuple[int, int], ...]
     loss: int | None
     reports: tuple[CutReport, ...]
+    backend: str = "eager"
 
     def flat_inputs(
         self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, target: Any = None
@@ -81,17 +85,22 @@ def build_stages(
     loss_fn: Callable[..., Tensor] | None = None,
     split_points: Sequence[str] | Policy | None = None,
     recompute: Recompute = "none",
+    backend: str = "eager",
+    device: torch.device | str | None = None,
 ) -> FrontEndResult:
     """Capture ``model`` on one example microbatch and return its stages as F, B, W and BW graphs.
 
     With ``loss_fn`` the last stage computes ``loss_fn(output, target)``; without it the model's own loss
-    is looked for (the entry called loss, or a scalar result). Raises CaptureError, CutError, SplitError
-    and UsageError; each names module path and source line where known.
+    is looked for (the entry called loss, or a scalar result). A model on the meta device becomes stages
+    for ``device`` (see `capture`). ``backend`` is one of `backends.BACKENDS`. Raises CaptureError, CutError, SplitError and UsageError; each names
+    module path and source line where known.
     """
-    captured = capture(model, args, kwargs, target=target, loss_fn=loss_fn)
+    check_backend(backend)
+    captured = capture(model, args, kwargs, target=target, loss_fn=loss_fn, device=device)
     fold_constant_masks(captured)
     sources = partition(captured, num_stages, split_points=split_points)
-    stages = split_backward(captured, sources, recompute=recompute)
+    stages = split_backward(captured, sources, recompute=recompute, backend=backend)
+    stages = with_backend(stages, backend)
     place = {port.name: (s.index, i) for s in stages for i, port in enumerate(s.outputs) if port.is_result}
     return FrontEndResult(
         stages,
@@ -102,6 +111,7 @@ def build_stages(
         tuple(place[name] for name in captured.results),
         captured.loss,
         tuple(_report(captured, source, stage) for source, stage in zip(sources, stages, strict=True)),
+        backend,
     )
 
 

@@ -18,10 +18,11 @@ from torch.fx import Node
 from zbcompile.errors import SplitError, UsageError
 from zbcompile.passes import torch_private
 from zbcompile.passes.aliasing import is_random, viewed_arguments
+from zbcompile.passes.backends import recompute_seconds
 from zbcompile.passes.capture import Captured
 from zbcompile.passes.emit import boxed
 from zbcompile.passes.joint_rewrites import rewrite, storage_root
-from zbcompile.passes.op_costs import is_heavy, seconds
+from zbcompile.passes.op_costs import is_heavy
 from zbcompile.passes.partition import StageSource, Wire
 from zbcompile.passes.replay import Replay
 from zbcompile.passes.save_set import Phase, cut, leaves
@@ -63,9 +64,12 @@ def split_backward(
     sources: Sequence[StageSource],
     *,
     recompute: Recompute = "none",
+    backend: str = "eager",
     share: bool = True,
 ) -> tuple[StageGraphs, ...]:
     """Differentiate and split every stage; with ``share`` stages of equal structure are split once.
+
+    ``backend`` only tells what recomputing costs there; `backends.with_backend` compiles.
 
     Raises
     ------
@@ -77,7 +81,7 @@ def split_backward(
     made: dict[str, tuple[StageSource, StageGraphs]] = {}
     for t in traced:
         if t.key not in made:
-            made[t.key] = t.source, _StageSplit(captured, t, recompute).build()
+            made[t.key] = t.source, _StageSplit(captured, t, recompute, backend).build()
     wanted = {
         (wire.name, t.source.index)
         for t in traced
@@ -100,8 +104,11 @@ def _check_gradients(stage: StageGraphs, wanted: set[tuple[str, int]]) -> None:
 
 
 def _check_recompute(recompute: Recompute) -> None:
-    number = isinstance(recompute, int | float) and not isinstance(recompute, bool)
-    if not (number and recompute >= 0) and recompute not in ("none", "min_memory", "full"):
+    if isinstance(recompute, int | float) and not isinstance(recompute, bool):
+        known = recompute >= 0
+    else:
+        known = recompute in ("none", "min_memory", "full")
+    if not known:
         raise UsageError(
             "unknown recompute",
             given=recompute,
@@ -185,9 +192,9 @@ def _trace(
 class _StageSplit:
     """Builds one `StageGraphs`; the attributes are the sets that the parts share."""
 
-    def __init__(self, captured: Captured, traced: _Traced, recompute: Recompute) -> None:
+    def __init__(self, captured: Captured, traced: _Traced, recompute: Recompute, backend: str) -> None:
         self.captured, self.traced, self.source = captured, traced, traced.source
-        self.joint, self.recompute = traced.joint, recompute
+        self.joint, self.recompute, self.backend = traced.joint, recompute, backend
         self.arguments = {node: i for i, node in self.joint.arguments.items()}
         self.mutated = [i for i in sorted(self.joint.mutations) if i < traced.num_state]
         self._check_mutations()
@@ -245,7 +252,9 @@ class _StageSplit:
             return None
         if self.recompute == "min_memory":
             return None if is_heavy(node) else 0
-        return 0 if self.recompute == "full" else int(float(self.recompute) * seconds(node))
+        if self.recompute == "full":
+            return 0
+        return int(float(self.recompute) * recompute_seconds(node, self.backend))
 
     def _cut_weight(self) -> set[Node]:
         """(F and B) -> W. Cheap work of W moves into B where that holds fewer bytes (norm parameters)."""

@@ -9,7 +9,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,9 @@ __all__ = [
     "backward_hooks",
     "fake_mode",
     "has_hooks",
+    "inductor_compile",
     "joint_graph",
+    "missing_compiler",
     "node_meta",
     "parameter_kind",
     "preserve_node_meta",
@@ -143,12 +145,12 @@ def _argument(role: Any) -> int:
 
 def preserve_node_meta() -> contextlib.AbstractContextManager[None]:
     """While active, traced nodes inherit the meta set by `node_meta`."""
-    return fx_traceback.preserve_node_meta()  # type: ignore[no-any-return]
+    return fx_traceback.preserve_node_meta()
 
 
 def node_meta(node: Node) -> contextlib.AbstractContextManager[None]:
     """Nodes traced inside carry the module path and source line of ``node``."""
-    return fx_traceback.set_current_meta(node)  # type: ignore[no-any-return]
+    return fx_traceback.set_current_meta(node)
 
 
 def region_of_call(node: Node) -> tuple[str, tuple[Any, ...], Node, tuple[Any, ...]] | None:
@@ -206,7 +208,7 @@ def wrapper_kind(module: nn.Module) -> str:
 
 def parameter_kind(parameter: Tensor) -> str:
     """Name of a tensor subclass that cannot be captured, or an empty string."""
-    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+    if isinstance(parameter, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
         return "lazy parameter"
     data = parameter.data
     return "" if type(data) is Tensor or isinstance(data, FakeTensor) else type(data).__name__
@@ -245,3 +247,41 @@ def assigned_buffers(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
 def set_buffer(module: nn.Module, name: str, buffer: Tensor) -> None:
     """Put ``buffer`` back under its name."""
     module._buffers[name] = buffer
+
+
+def inductor_compile(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """A graph that takes one list and empties it --> the same, compiled by inductor.
+
+    Decomposed with inductor's own table; random calls stay eager's, so that they draw the same bits;
+    results keep the strides of the graph. Raises what inductor raises.
+    """
+    import torch._inductor.config
+    from torch._inductor.compile_fx import compile_fx_inner, record_original_output_strides
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    holes = module.graph.find_nodes(op="placeholder")
+    values = [node.meta["val"] for node in holes]
+    examples = [value.detach() if isinstance(value, Tensor) else value for value in values]
+    modes = [value.fake_mode for value in examples if isinstance(value, FakeTensor)]
+    with torch._inductor.config.patch(fallback_random=True), torch.no_grad(), quiet():
+        traced = make_fx(
+            lambda *given: module.forward(list(given)), decomposition_table=select_decomp_table()
+        )(*examples)
+        output = traced.graph.output_node()
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+        record_original_output_strides(traced)
+        with V.set_fake_mode(modes[0] if modes else fake_mode()):
+            return compile_fx_inner(traced, examples, is_inference=True)  # type: ignore[no-any-return]
+
+
+def missing_compiler() -> str:
+    """Why inductor cannot build code for the CPU here; an empty string when it can."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as error:
+        return str(error).splitlines()[0]
+    return ""

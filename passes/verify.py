@@ -82,7 +82,7 @@ def verify(
     """Compare ``front`` with ``model`` on one microbatch like the one it was compiled for.
 
     ``tolerance`` : largest relative error allowed where bits differ; default 1e-6 in float32 and
-    2 eps in a narrower dtype, 1e-4 for stages compiled by inductor.
+    2 eps in a narrower dtype, 1e-5 for stages compiled by inductor.
 
     Raises
     ------

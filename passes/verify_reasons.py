@@ -17,12 +17,12 @@ INDUCTOR = "inductor fuses operations and rounds once where eager rounds twice"
 UNNAMED = "the order of rounding"
 
 FLOAT32_TOLERANCE = 1e-6
-INDUCTOR_TOLERANCE = 1e-4
+INDUCTOR_TOLERANCE = 1e-5
 
 
 def tolerance_of(front: FrontEndResult) -> float:
     """The largest relative error that the order of rounding may explain: by backend and narrowest dtype."""
-    base = INDUCTOR_TOLERANCE if _backend(front) != "eager" else FLOAT32_TOLERANCE
+    base = INDUCTOR_TOLERANCE if front.backend != "eager" else FLOAT32_TOLERANCE
     found = {
         value.dtype
         for node in front.captured.module.graph.nodes
@@ -44,7 +44,7 @@ def reasons_of(front: FrontEndResult) -> Callable[[str, str], str]:
         for node in front.captured.module.graph.find_nodes(op="placeholder")
     }
     masked = _has_built_mask(front)
-    inductor = _backend(front) != "eager"
+    inductor = front.backend != "eager"
 
     def reason(kind: str, name: str) -> str:
         if inductor:
@@ -56,10 +56,6 @@ def reasons_of(front: FrontEndResult) -> Callable[[str, str], str]:
         return REUSED if kind == "gradient" and uses.get(name, 0) > 1 else UNNAMED
 
     return reason
-
-
-def _backend(front: FrontEndResult) -> str:
-    return str(getattr(front, "backend", "eager"))
 
 
 def _has_built_mask(front: FrontEndResult) -> bool:
