@@ -105,7 +105,8 @@ def _walk_object(value: Any, tensors: list[Tensor], results: bool) -> Spec:
     """Dataclasses and simple objects: a shallow copy whose tensor-holding attributes are replaced."""
     if isinstance(value, torch.nn.Module | type) or callable(value):
         return Spec("constant", value)
-    if isinstance(value, set | frozenset | deque) and any(_holds_tensor(item) for item in value) and not results:
+    unordered = isinstance(value, set | frozenset | deque)
+    if unordered and not results and any(_holds_tensor(item) for item in value):
         raise UsageError(f"a {type(value).__name__} of tensors cannot be passed", fix="pass a list")
     fields = _attributes(value)
     keys = tuple(key for key, item in fields.items() if _holds_tensor(item))

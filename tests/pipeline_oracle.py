@@ -135,6 +135,20 @@ def some_order(
     return greedy_order(Problem(profile, placement, microbatches), Random(seed))
 
 
+def in_order(num_stages: int, microbatches: int) -> Schedule:
+    """1F1B with split backwards: every stage takes the microbatches in their order."""
+    rows = []
+    for stage in range(num_stages):
+        warm = min(num_stages - stage, microbatches)
+        words = [f"{stage}F{i}" for i in range(warm)]
+        for i in range(microbatches):
+            words += [f"{stage}B{i}", f"{stage}W{i}"]
+            words += [f"{stage}F{warm + i}"] if warm + i < microbatches else []
+        rows.append(f"rank {stage}: {' '.join(words)}")
+    head = f"placement {' '.join(map(str, range(num_stages)))}\nmicrobatches {microbatches}"
+    return Schedule.parse("\n".join((head, *rows)))
+
+
 def compiled(
     model: nn.Module,
     batch: Batch,
@@ -156,7 +170,6 @@ def compiled(
         example_target=batch.target,
         num_microbatches=microbatches,
         time_limit=1.0,
-        verify=options.pop("verify", False),
         **options,
     )
 

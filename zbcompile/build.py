@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zbcompile import driver
 from zbcompile.costs import Profile
 from zbcompile.driver import Observer, Options, Plan
-from zbcompile.errors import PipelineError, UsageError, ZBCompileError
+from zbcompile.errors import CheckError, PipelineError, UsageError, ZBCompileError
 from zbcompile.formats import schedule_json
 from zbcompile.formats.measured_json import Measured
 from zbcompile.ir import Kind, Placement, Schedule
@@ -143,7 +143,8 @@ class Built:
         if self.group is None:
             return LocalRunner(setup, texts, predicted, device)
         text = texts[self.group.rank]
-        return DistributedRunner(self.group, setup, text, device, self.asked.stall_limit_s)
+        limit = self.asked.stall_limit_s
+        return DistributedRunner(self.group, setup, text, device, limit, owns_group=setup is self.setup)
 
     def run_step(
         self,
@@ -270,6 +271,7 @@ def build(
         plan = _plan(asked, options, call, front, observer)
     else:
         plan = _agreed_plan(group, asked, options, call, front, observer)
+    _keep_order_of_changes(plan.schedule, front.stages)
     setup = Setup(
         front.stages,
         plan.schedule.placement,
@@ -278,6 +280,21 @@ def build(
         frozenset(s.index for s in front.stages if draws_random_numbers(s.graphs.forward)),
     )
     return Built(asked, group, call, front, plan, setup)
+
+
+def _keep_order_of_changes(schedule: Schedule, stages: Sequence[Any]) -> None:
+    """A stage that changes a buffer must see the microbatches in their order, as a loop would."""
+    for stage in stages:
+        row = schedule.order[schedule.placement.rank_of[stage.index]]
+        order = [a.microbatch for a in row if a.kind is Kind.FORWARD and a.stage == stage.index]
+        if stage.mutated and order != sorted(order):
+            raise CheckError(
+                f"stage {stage.index} changes {stage.mutated[0]} in every forward, "
+                "so its forwards must run in the order of the microbatches",
+                where=f"rank {schedule.placement.rank_of[stage.index]}",
+                given=" ".join(map(str, order)),
+                fix="use an order that keeps them, or freeze the buffer (evaluation mode of its module)",
+            )
 
 
 def _options(asked: Asked, ranks: int, count: int) -> Options:

@@ -63,8 +63,8 @@ def _rebuild(
     return cls(what, where=where, needed=needed, given=given, fix=fix)
 
 
-class UsageError(ZBCompileError):
-    """An argument that cannot be meant: unknown name, wrong count, wrong type."""
+class UsageError(ZBCompileError, ValueError):
+    """An argument that cannot be meant: unknown name, wrong count, wrong type. Also a `ValueError`."""
 
     exit_code = 2
 
@@ -99,8 +99,8 @@ class SplitError(ZBCompileError):
     """A stage's backward cannot be split into B and W."""
 
 
-class ShapeError(ZBCompileError):
-    """A tensor whose shape, dtype or stride is not the one compiled for."""
+class ShapeError(ZBCompileError, ValueError):
+    """A tensor whose shape, dtype or stride is not the one compiled for. Also a `ValueError`."""
 
 
 class PipelineError(ZBCompileError):
