@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zbcompile.check import check
 from zbcompile.costs import Profile
-from zbcompile.errors import InfeasibleError, UsageError
+from zbcompile.errors import UsageError
 from zbcompile.formats import profile_json, schedule_json
 from zbcompile.formats.detect import load_schedule
 from zbcompile.formats.files import read_text, write_text
@@ -30,6 +30,9 @@ from zbcompile.passes.insert_comm import Lowered, insert_comm, keep_comm
 from zbcompile.passes.measure import edges_of, measure
 from zbcompile.passes.merge_backward import merge_backward
 from zbcompile.passes.values import Spec, unflatten
+from zbcompile.passes.verify import cheap_to_verify
+from zbcompile.passes.verify import verify as check_stages
+from zbcompile.planner.auto import plan_auto
 from zbcompile.planner.bounds import best_bound
 from zbcompile.planner.flat import Flat
 from zbcompile.planner.plan import plan as find_order
@@ -111,13 +114,21 @@ def build_front(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     observer: Observer = quiet,
+    *,
+    verify: bool | None = None,
     **front: Any,
 ) -> FrontEndResult:
-    """Capture, partition, split: one example microbatch in, stages out."""
+    """Capture, partition, split: one example microbatch in, stages out.
+
+    ``verify`` compares them with the untouched model (see `passes.verify`); by default where that is cheap.
+    """
     result = build_stages(model, num_stages, args, kwargs, **front)
     observer("capture", result.captured)
     observer("partition", result.sources)
     observer("split_backward", result.stages)
+    if verify if verify is not None else cheap_to_verify(model):
+        report = check_stages(model, result, args, kwargs, front.get("target"), front.get("loss_fn"))
+        observer("verify", str(report))
     return result
 
 
@@ -174,35 +185,29 @@ def rated(schedule: Schedule, profile: Profile, options: Options) -> Solution:
 
 
 def _search(profile: Profile, options: Options) -> Solution:
-    """Plan for every placement that is asked for and keep the best."""
-    placements = _placements(options)
-    best: Solution | None = None
-    refused: InfeasibleError | None = None
-    for placement in placements:
-        problem = Problem.of(
-            profile,
-            placement,
-            options.num_microbatches,
-            options.memory_limit,
-            options.objective,
-            options.transport,
-        )
-        try:
-            found = find_order(
-                problem, time_limit_s=options.time_limit_s / len(placements), seed=options.seed
-            )
-        except InfeasibleError as error:
-            refused = refused or error
-            continue
-        if best is None or found.certificate.value_ns < best.certificate.value_ns:
-            best = found
-    if best is None:
-        assert refused is not None
-        raise refused
-    return best
+    """Plan for the placement that is asked for, or for every one and keep the best."""
+    placement = _placement(options)
+    problem = Problem.of(
+        profile,
+        placement or _evenly(options),
+        options.num_microbatches,
+        options.memory_limit,
+        options.objective,
+        options.transport,
+    )
+    if placement is None:
+        return plan_auto(problem, time_limit_s=options.time_limit_s, seed=options.seed).solution
+    return find_order(problem, time_limit_s=options.time_limit_s, seed=options.seed)
 
 
-def _placements(options: Options) -> list[Placement]:
+def _evenly(options: Options) -> Placement:
+    """Neighbouring stages on one rank, as many on each as can be."""
+    stages, ranks = options.num_stages, options.num_ranks
+    return Placement(tuple(s * ranks // stages for s in range(stages)))
+
+
+def _placement(options: Options) -> Placement | None:
+    """The placement that is asked for; ``None`` for ``auto``."""
     stages, ranks = options.num_stages, options.num_ranks
     if isinstance(options.placement, Placement):
         chosen = options.placement
@@ -212,25 +217,21 @@ def _placements(options: Options) -> list[Placement]:
                 needed=f"{stages} stages on {ranks} ranks",
                 given=f"{chosen.num_stages} stages on {chosen.num_ranks} ranks",
             )
-        return [chosen]
+        return chosen
     if stages < ranks:
         raise UsageError(
             f"{ranks} ranks cannot share {stages} stages",
             fix="ask for at least as many stages as ranks",
         )
-    if options.placement != "auto":
-        if stages % ranks:
-            raise UsageError(
-                f"placement {options.placement!r} needs the same number of stages on every rank",
-                needed=f"a multiple of {ranks} stages",
-                given=stages,
-            )
-        return [Placement.named(options.placement, ranks, stages // ranks)]
-    if stages == ranks:
-        return [Placement.linear(ranks)]
+    if options.placement == "auto":
+        return None
     if stages % ranks:
-        return [Placement(tuple(s * ranks // stages for s in range(stages)))]
-    return [Placement.v(ranks, stages // ranks), Placement.looped(ranks, stages // ranks)]
+        raise UsageError(
+            f"placement {options.placement!r} needs the same number of stages on every rank",
+            needed=f"a multiple of {ranks} stages",
+            given=stages,
+        )
+    return Placement.named(options.placement, ranks, stages // ranks)
 
 
 @dataclass(frozen=True)
@@ -290,9 +291,7 @@ def plan_forward(stages: Sequence[ForwardStage], trained: Problem, num_microbatc
     problem = Problem.of(profile, placement, num_microbatches, transport=trained.transport)
     lowered = insert_comm(Schedule.of(placement, num_microbatches, order), problem)
     timeline = simulate(lowered.schedule, problem)
-    starts = {
-        (a.kind, a.stage, a.microbatch): timeline.start[r][k] for r, k, a in lowered.schedule.actions()
-    }
+    starts = {(a.kind, a.stage, a.microbatch): timeline.start[r][k] for r, k, a in lowered.schedule.actions()}
     return Forward(emit(lowered.schedule, problem, None, lowered.send_slots), starts)
 
 
