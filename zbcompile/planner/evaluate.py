@@ -33,10 +33,12 @@ def evaluate(flat: Flat, codes: Codes) -> tuple[int, int] | None:
     counts = [[0] * flat.num_stages for _ in (F, B)]
     position, clock = [0] * p, [0] * p
     trail: list[tuple[int, int, int, int]] = []
-    moved = True
+    moved, ranks = True, list(range(p))
     while moved:
         moved = False
-        for rank, row in enumerate(codes):
+        ranks.reverse()
+        for rank in ranks:
+            row = codes[rank]
             k, now = position[rank], clock[rank]
             while k < len(row):
                 kind, s = row[k]

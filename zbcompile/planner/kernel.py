@@ -30,10 +30,12 @@ def evaluate_line(
     for k in range(4 * p + 2 * S):
         scratch[k] = 0
     done = 0
-    moved = True
+    moved, upward = True, False
     while moved:
         moved = False
-        for r in range(p):
+        upward = not upward
+        for q in range(p):
+            r = p - 1 - q if upward else q
             k = scratch[place + r]
             now = scratch[clock + r]
             size = offsets[r + 1] - offsets[r]

@@ -12,6 +12,7 @@ from zbcompile.planner.state import Best
 
 __all__ = ["one_at_a_time", "try_classic", "try_list_schedules"]
 
+_LONG = 30_000
 _THETAS = (100, 75, 50, 125, 25, 150, 0, 200)
 
 
@@ -29,11 +30,17 @@ def one_at_a_time(flat: Flat) -> Codes:
 
 
 def try_classic(best: Best) -> None:
-    """Offer every order of the literature that fits this placement and cap."""
+    """Offer the orders of the literature that fit; the fallback only where none does.
+
+    On very long problems the first that fits is enough: they are listed best first.
+    """
     flat = best.flat
-    best.offer(one_at_a_time(flat), "one microbatch at a time")
+    long = 3 * flat.num_stages * flat.num_microbatches > _LONG
     for name, codes in classic.orders_for(best.problem):
-        best.offer(codes, f"classic {name}")
+        if best.offer(codes, f"classic {name}") and (long or best.proved):
+            return
+    if best.codes is None:
+        best.offer(one_at_a_time(flat), "one microbatch at a time")
 
 
 def try_list_schedules(best: Best, tries: int, seed: int) -> None:

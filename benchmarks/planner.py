@@ -1,0 +1,220 @@
+"""The planner against the open profiles and the peers' own orders.
+
+    python benchmarks/planner.py [SECTION ...] [--rows N]
+
+Prints for every row: ours, the peer's figure, the bound, the gap, wall and processor seconds. Times
+in milliseconds. Sections: paper, makespan, starved, v, variants, unequal, large. Default: all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from zbcompile.costs import Link, Profile, StageCost
+from zbcompile.ir import Placement
+from zbcompile.planner.plan import plan
+from zbcompile.problem import Problem
+from zbcompile.solution import Solution
+
+DATA = Path(__file__).resolve().parent.parent / "tests" / "data"
+PAPER = json.loads((DATA / "paper_profiles.json").read_text())["configs"]
+PEER = json.loads((DATA / "peer_schedules.json").read_text())["runs"]
+Row = dict[str, Any]
+
+
+def timed(problem: Problem, limit: float, **options: Any) -> tuple[Solution, float, float]:
+    """Plan once: (solution, wall seconds, processor seconds)."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    solution = plan(problem, time_limit_s=limit, **options)
+    return solution, time.perf_counter() - wall, time.process_time() - cpu
+
+
+def line(
+    name: str, solution: Solution, wall: float, cpu: float, peer_ns: float | None, note: str = ""
+) -> None:
+    """One row of the table."""
+    certificate = solution.certificate
+    ours = certificate.value_ns / 1e6
+    peer = "" if peer_ns is None else f"{peer_ns / 1e6:11.3f} {ours * 1e6 / peer_ns - 1:+8.2%}"
+    print(
+        f"{name:34} {ours:11.3f} {peer:20} {certificate.bound_ns / 1e6:11.3f} {certificate.method:18} "
+        f"{certificate.status:11} {wall:6.1f} {cpu:6.1f}  {note}",
+        flush=True,
+    )
+
+
+def paper_problem(row: Row, caps_in_p: float, objective: str = "span") -> Problem:
+    """One published profile, one stage per rank."""
+    stage = StageCost.simple(
+        row["forward_us"] * 1000,
+        row["backward_input_us"] * 1000,
+        row["backward_weight_us"] * 1000,
+        row["saved_units"],
+        row["saved_for_weight_units"],
+    )
+    p = row["num_ranks"]
+    profile = Profile.uniform(stage, p, row["comm_us"] * 1000)
+    return Problem.of(
+        profile, None, row["num_microbatches"], int(row["saved_units"] * p * caps_in_p), objective
+    )
+
+
+def peer_problem(row: Row, peak_over_saved: float, objective: str, per_rank: int = 2) -> Problem:
+    """A peer's row: two half stages per rank in a V, or one stage per rank; bytes doubled to stay whole."""
+    half = 2 if per_rank == 2 else 1
+    stage = StageCost.simple(
+        row["TF"] * 1000 // half,
+        row["TB"] * 1000 // half,
+        row["TW"] * 1000 // half,
+        row["mem"][0] * 2 // half,
+        -row["mem"][2] * 2 // half,
+    )
+    p = row["p"]
+    placement = Placement.v(p) if per_rank == 2 else Placement.linear(p)
+    profile = Profile.uniform(stage, per_rank * p, row["Tcomm"] * 1000)
+    cap = round(2 * row["mem"][0] * peak_over_saved)
+    return Problem.of(profile, placement, row["m"], cap, objective)
+
+
+def paper() -> None:
+    """Published profiles at cap p and 2p; the peer's figure is the published bubble rate."""
+    for caps, name in ((1, "ZB-1p"), (2, "ZB-2p")):
+        for row in PAPER:
+            problem = paper_problem(row, caps)
+            solution, wall, cpu = timed(problem, 10)
+            work = problem.work_ns(0)
+            rate = 1 - work / solution.certificate.value_ns
+            published = row["published_bubble_rate"][name]
+            label = f"{row['model']} p={row['num_ranks']} m={row['num_microbatches']} cap {caps}p"
+            note = f"rate {rate:.4f} published {published:.4f}"
+            line(label, solution, wall, cpu, None, note)
+
+
+def makespan() -> None:
+    """Published profiles, makespan, at 1p, 1.5p and 2p against the peer's makespan."""
+    peers = {(r["cost"], r["m"]): r["schedules"] for r in PEER if r["set"] == "paper"}
+    for caps, name in ((1, "ZB-1p"), (1.5, "ZB-1.5p"), (2, "ZB-2p")):
+        for row in PAPER:
+            solution, wall, cpu = timed(paper_problem(row, caps, "makespan"), 10)
+            peer = peers[row["model"], row["num_microbatches"]][name]["makespan"] * 1000
+            label = f"{row['model']} m={row['num_microbatches']} makespan {caps}p"
+            line(label, solution, wall, cpu, peer)
+
+
+def starved() -> None:
+    """Caps below p, one stage per rank; the peer's best there is V-Half or V-Min at the same peak."""
+    costs = {"unit": (1000, 1000, 1000, 0, 2, 1), "1.5B": (18522, 18086, 9337, 601, 201216, 73728)}
+    costs["6.2B-like"] = (29718, 29444, 19927, 527, 34, 16)
+    for p, counts, limit in ((4, (8, 12, 16), 30), (8, (24,), 60)):
+        for m in counts:
+            for name, (f, b, w, c, saved, pending) in costs.items():
+                for share in (0.75, 0.5):
+                    stage = StageCost.simple(f * 1000, b * 1000, w * 1000, saved, pending)
+                    problem = Problem.of(
+                        Profile.uniform(stage, p, c * 1000), None, m, int(saved * p * share), "span"
+                    )
+                    solution, wall, cpu = timed(problem, limit)
+                    line(f"{name} p={p} m={m} cap {share}p", solution, wall, cpu, None)
+
+
+def v_rows(only: str = "") -> Iterator[tuple[Row, str]]:
+    """Every peer row with a V order, paper rows first."""
+    for row in PEER:
+        if row["p"] <= 16 or row["set"] == "paper":
+            for name in ("ZB-V", "V-Half", "V-Min"):
+                if name in row["schedules"] and only in name:
+                    yield row, name
+
+
+def v(limit_rows: int) -> None:
+    """V placement at the memory of the peer's own order, span and makespan."""
+    for row, name in list(v_rows())[:limit_rows]:
+        schedule = row["schedules"][name]
+        for objective, field in (("span", "longest_stage"), ("makespan", "makespan")):
+            problem = peer_problem(row, schedule["peak_over_MB"], objective)
+            solution, wall, cpu = timed(problem, 30 if row["p"] < 16 else 60)
+            label = f"{row['cost']} p={row['p']} m={row['m']} {name} {objective}"
+            line(label, solution, wall, cpu, schedule[field] * 1000)
+
+
+def variants() -> None:
+    """Cap 0.5 p, p = 8, m = 24: M_B x 0.56 and T_B x 1.12 on offer; the 'peer' is ours without."""
+    for name, (f, b, w, c, saved, pending) in {
+        "unit": (1000, 1000, 1000, 0, 200, 100),
+        "1.5B": (18522, 18086, 9337, 601, 201216, 73728),
+    }.items():
+        lean = StageCost.simple(f * 1000, b * 1120, w * 1000, saved * 56 // 100, pending)
+        stage = StageCost(f * 1000, b * 1000, w * 1000, (b + w) * 1000, saved, pending, variants=(lean,))
+        problem = Problem.of(Profile.uniform(stage, 8, c * 1000), None, 24, saved * 4)
+        without, _, _ = timed(problem, 20, variants=False)
+        solution, wall, cpu = timed(problem, 20)
+        line(f"{name} p=8 m=24 variants", solution, wall, cpu, without.certificate.value_ns)
+
+
+def unequal(count: int) -> None:
+    """Stages each +-25 %, the first x 0.9, the last x 1.4, caps 1p to 2p."""
+    gaps = []
+    for k in range(count):
+        rng = random.Random(k)
+        p = rng.choice((4, 8))
+        m = 3 * p
+        stages = []
+        for s in range(p):
+            factor = 0.9 if s == 0 else 1.4 if s == p - 1 else 1.0
+            times = [int(t * factor * rng.uniform(0.75, 1.25) * 1000) for t in (18522, 18086, 9337)]
+            stages.append(StageCost.simple(*times, 201216, 73728))
+        profile = Profile(tuple(stages), link=Link(601_000))
+        cap = rng.choice((1, 1.5, 2))
+        problem = Problem.of(profile, None, m, int(201216 * p * cap))
+        solution, wall, cpu = timed(problem, 30)
+        gaps.append(solution.certificate.gap)
+        line(f"unequal {k} p={p} m={m} cap {cap}p", solution, wall, cpu, None)
+    print(f"unequal: median gap {statistics.median(gaps):.2%}, worst {max(gaps):.2%} of {count}")
+
+
+def large() -> None:
+    """p = 64, m = 512, unit times, cap 1p and 2p; peak memory of this process."""
+    for caps in (1, 2):
+        profile = Profile.uniform(StageCost.simple(1_000_000, 1_000_000, 1_000_000, 2, 1), 64)
+        solution, wall, cpu = timed(Problem.of(profile, None, 512, 128 * caps), 10)
+        line(f"unit p=64 m=512 cap {caps}p", solution, wall, cpu, None)
+    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
+
+
+def main() -> None:
+    """Run the sections named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("sections", nargs="*")
+    parser.add_argument("--rows", type=int, default=10_000)
+    arguments = parser.parse_args()
+    sections = {
+        "paper": paper,
+        "large": large,
+        "variants": variants,
+        "makespan": makespan,
+        "unequal": lambda: unequal(min(20, arguments.rows)),
+        "starved": starved,
+        "v": lambda: v(arguments.rows),
+    }
+    unknown = [name for name in arguments.sections if name not in sections]
+    if unknown:
+        sys.exit(f"no section {unknown[0]!r}; there are {', '.join(sections)}")
+    print(
+        f"{'row':34} {'ours ms':>11} {'peer ms and ours to it':20} {'bound ms':>11} proved by          status        wall    cpu"
+    )
+    for name, run in sections.items():
+        if not arguments.sections or name in arguments.sections:
+            run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Patterns, keyed dispatch and annealing: legal orders, never longer, the same with and without numba."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planner_cases import random_placement, random_problem
+from zbcompile.check import check
+from zbcompile.costs import Profile, StageCost
+from zbcompile.ir import Placement
+from zbcompile.planner.anneal import Annealer
+from zbcompile.planner.dispatch import Dispatcher
+from zbcompile.planner.evaluate import evaluate, fits
+from zbcompile.planner.flat import Flat, to_schedule
+from zbcompile.planner.offsets import mutate, standard_patterns, waves_of
+from zbcompile.planner.plan import plan
+from zbcompile.planner.seeds import one_at_a_time
+from zbcompile.planner.stretch import short_flat, stretch
+from zbcompile.problem import Problem
+
+SCRIPT = """
+import random
+from zbcompile.costs import Profile, StageCost
+from zbcompile.ir import Placement
+from zbcompile.planner import tables
+from zbcompile.planner.anneal import Annealer
+from zbcompile.planner.bounds import best_bound
+from zbcompile.planner.search import pattern_orders
+from zbcompile.planner.state import Best
+from zbcompile.problem import Problem
+profile = Profile.uniform(StageCost.simple(30, 31, 17, 10, 4), 8, 2)
+for objective in ("span", "makespan"):
+    problem = Problem.of(profile, Placement.v(4), 6, 60, objective)
+    best = Best(problem, best_bound(problem), time_limit_s=600)
+    annealer = Annealer(best.flat)
+    pool = pattern_orders(best, annealer, 25, random.Random(3))
+    print(tables.HAVE_NUMBA, pool, annealer.run(pool[0][2], 700, seed=5))
+"""
+
+
+def run_script(**environment: str) -> tuple[str, str]:
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=True,
+    )
+    flag = result.stdout.split()[0]
+    return flag, result.stdout.replace(flag, "")
+
+
+def test_the_same_order_without_numba() -> None:
+    """NUMBA_DISABLE_JIT leaves the kernels as plain Python; where numba is absent both runs are that."""
+    _, compiled = run_script()
+    plain_flag, plain = run_script(NUMBA_DISABLE_JIT="1")
+    assert plain_flag == "False"
+    assert compiled == plain
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_annealing_keeps_orders_legal_and_never_longer(seed: int) -> None:
+    rng = random.Random(seed)
+    ranks = rng.randint(1, 4)
+    placement = random_placement(rng, ranks) if rng.random() < 0.7 else None
+    problem = random_problem(rng, ranks=ranks, microbatches=rng.randint(1, 5), placement=placement)
+    flat = Flat.of(problem)
+    before = one_at_a_time(flat)
+    annealer = Annealer(flat)
+    after = annealer.run(before, 300, seed=seed)
+    check(to_schedule(after, problem), problem)
+    measured, started = evaluate(flat, after), evaluate(flat, before)
+    assert measured is not None
+    assert started is not None
+    which = 0 if flat.objective == "span" else 1
+    assert measured[which] <= started[which]
+    score = annealer.score(after)
+    assert score is not None
+    assert score[0] == measured[which]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_dispatch_fits_and_finishes_under_any_keys(seed: int) -> None:
+    """No limit on microbatches in flight: the reserve for deeper stages alone rules out a lock-up."""
+    rng = random.Random(seed)
+    ranks = rng.randint(1, 4)
+    problem = random_problem(
+        rng, ranks=ranks, microbatches=rng.randint(1, 5), placement=random_placement(rng, ranks)
+    )
+    flat = Flat.of(problem)
+    actions = 3 * flat.num_stages * flat.num_microbatches
+    keys = [rng.randint(0, 50) for _ in range(actions)]
+    codes = Dispatcher(flat).run(keys, [flat.num_microbatches] * flat.num_stages, rng.choice((0, 50, 100)))
+    assert codes is not None
+    check(to_schedule(codes, problem), problem)
+
+
+def test_patterns_decode_on_every_placement() -> None:
+    rng = random.Random(0)
+    for placement in (Placement.v(4), Placement.looped(3, 3), Placement((0, 1, 1, 2, 0)), Placement.v(2, 3)):
+        profile = Profile.uniform(StageCost.simple(3, 3, 2), placement.num_stages, 1)
+        flat = Flat.of(Problem.of(profile, placement, 6))
+        dispatcher = Dispatcher(flat)
+        for pattern in standard_patterns(len(waves_of(flat)), flat.num_ranks):
+            keys, flying = mutate(pattern, rng).keys(flat)
+            codes = dispatcher.run(keys, flying)
+            assert codes is None or evaluate(flat, codes) is not None
+
+
+def test_a_stretched_order_keeps_its_bubble() -> None:
+    """Eight microbatches more at the same bubble: the middle is repeated, not the ends."""
+    profile = Profile.uniform(StageCost.simple(10, 10, 10, 2, 1), 8)
+    short = Problem.of(profile, Placement.v(4), 12, 16, "makespan")
+    long = short.with_(num_microbatches=20)
+    solution = plan(short, time_limit_s=30)
+    from zbcompile.planner.flat import to_codes
+
+    flat = Flat.of(long)
+    found = stretch(flat, to_codes(solution.schedule), 12, Annealer(flat))
+    assert found
+    assert all(fits(flat, codes) for codes in found)
+    measured = evaluate(flat, found[0])
+    assert measured is not None
+    assert measured[1] - flat.work(0) <= solution.certificate.value_ns - short_flat(flat, 12).work(0)
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_v_beats_one_stage_per_rank(objective: str) -> None:
+    """At the memory of 1F1B, p = 4, m = 8: V is shorter than any order of one stage per rank."""
+    halves = Profile.uniform(StageCost.simple(10, 10, 10, 2, 1), 8)
+    wholes = Profile.uniform(StageCost.simple(20, 20, 20, 4, 2), 4)
+    v = plan(Problem.of(halves, Placement.v(4), 8, 16, objective), time_limit_s=20)
+    linear = plan(Problem.of(wholes, None, 8, 16, objective), time_limit_s=20)
+    assert linear.certificate.is_optimal
+    assert v.certificate.value_ns < linear.certificate.value_ns
