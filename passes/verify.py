@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.errors import SplitError, UsageError
+from zbcompile.passes import torch_private
 from zbcompile.passes.frontend import FrontEndResult
 from zbcompile.passes.sequence import run_backward, run_forward
 from zbcompile.passes.values import flatten, unflatten
 from zbcompile.passes.verify_reasons import reasons_of, tolerance_of
 
-__all__ = ["Deviation", "VerifyReport", "verify"]
+__all__ = ["Deviation", "VerifyReport", "cheap_to_verify", "verify"]
 
+SMALL_BYTES = 1 << 30
 FLOOR = 0.1
 """A gradient below this share of the typical one (root mean square over parameters) is scaled by that
 share instead of its own norm: some gradients are zero but for rounding."""
@@ -133,10 +135,10 @@ def _autograd(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
     (``torch.autograd.grad`` would not do: reentrant checkpoints refuse it.)
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    hooked = [name for name, p in named.items() if getattr(p, "_post_accumulate_grad_hooks", None)]
+    hooked = [name for name, p in named.items() if torch_private.has_hooks(p)]
     if hooked:
         raise UsageError(
-            f"cannot verify: {hooked[0]} has a post-accumulate-grad hook, which the check would trigger",
+            f"cannot verify: {hooked[0]} has a gradient hook, which the check would trigger",
             fix="register the hook after compiling, or compile with verify=False",
         )
     for parameter in named.values():
@@ -217,6 +219,14 @@ def _mismatch(front: FrontEndResult, value: Deviation, allowed: float) -> SplitE
     )
 
 
+def cheap_to_verify(model: nn.Module) -> bool:
+    """Whether the self-check runs unless told otherwise: a model on the CPU of at most 1 GiB, whose
+    parameters have no hooks."""
+    parameters = list(model.parameters())
+    small = sum(p.nbytes for p in parameters) <= SMALL_BYTES
+    return small and all(p.device.type == "cpu" and not torch_private.has_hooks(p) for p in parameters)
+
+
 def _check_real(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
@@ -232,11 +242,9 @@ def _untouched(model: nn.Module, batch: Sequence[Tensor]) -> Iterator[Callable[[
     """Restores buffers, gradients and random state at the end; yields a call that does so in between
     for all but the gradients."""
     grads = [(p, p.grad) for p in model.parameters()]
+    held = torch_private.assigned_buffers(model)
     buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        (module, name, held[module, name], held[module, name].detach().clone()) for module, name in held
     ]
     devices = sorted({t.device.index or 0 for t in [*model.parameters(), *batch] if t.is_cuda})
     state, on_device = torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices]
@@ -247,7 +255,7 @@ def _untouched(model: nn.Module, batch: Sequence[Tensor]) -> Iterator[Callable[[
             torch.cuda.set_rng_state(value, device)
         with torch.no_grad():
             for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer
+                torch_private.set_buffer(module, name, buffer)
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
 
