@@ -184,6 +184,20 @@ def test_a_deadlock_is_told_as_who_waits_for_whom(capsys, tmp_path: Path) -> Non
     assert run(capsys, "show", path)[0] == 1
 
 
+def test_messages_that_would_be_mixed_up_are_found_in_torchs_csv(capsys, tmp_path: Path) -> None:
+    """Receives posted in another order than the sends give wrong data without a word."""
+    path = tmp_path / "lowered.csv"
+    first = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+    last = "1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
+    path.write_text(f"{first}1RECV_F0,1RECV_F1,{last}")
+    assert run(capsys, "check", path)[0] == 0
+    path.write_text(f"{first}1RECV_F1,1RECV_F0,{last}")
+    code, _, err = run(capsys, "check", path)
+    assert code == 1
+    assert "mixed up" in err
+    assert "channel from rank 0 to rank 1" in err
+
+
 def test_a_certificate_of_another_value_fails_the_check(capsys, schedule_path: Path) -> None:
     document = json.loads(schedule_path.read_text())
     document["certificate"]["value_ns"] += 1
