@@ -6,7 +6,7 @@ Figures are dense (no sparsity), per device, from the vendors' data sheets named
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zbcompile.costs import Link
 from zbcompile.errors import UsageError
@@ -26,6 +26,8 @@ class Device:
     launch_ns : time that every operator costs at least.
     link : connection to the next device (one direction).
     source : where the figures come from.
+    element_ps : picoseconds per element of functions that neither bandwidth nor matrix rate bounds
+        (``tanh``, ``native_dropout``): on one CPU core they are most of what a roofline misses.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Device:
     launch_ns: int
     link: Link
     source: str
+    element_ps: Mapping[str, int] = field(default_factory=dict)
 
     def peak(self, dtype: str) -> int:
         """Peak FLOP/s for a dtype; integers and bools run at the float32 rate."""
@@ -50,14 +53,17 @@ class Device:
             )
         return rate
 
-    def roofline_ns(self, flops: int, num_bytes: int, dtype: str) -> int:
-        """max(compute, memory) + launch, in whole nanoseconds, rounded up.
+    def roofline_ns(
+        self, flops: int, num_bytes: int, dtype: str, function: str = "", elements: int = 0
+    ) -> int:
+        """max(compute, memory, elements of a slow function) + launch, in whole nanoseconds, rounded up.
 
         Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009.
         """
         compute = -(-flops * _GIGA // self.peak(dtype)) if flops else 0
         memory = -(-num_bytes * _GIGA // self.bytes_per_second)
-        return max(compute, memory) + self.launch_ns
+        slow = -(-elements * self.element_ps.get(function, 0) // 1000)
+        return max(compute, memory, slow) + self.launch_ns
 
 
 def _gpu(
@@ -73,6 +79,20 @@ def _gpu(
     link = Link(10_000, link_gb_s * _GIGA)
     return Device(name, rates, int(tb_s * _TERA), gib * 2**30, 5_000, link, source)
 
+
+_CPU_ELEMENT_PS = {
+    "tanh": 10_000,
+    "gelu": 1_500,
+    "silu": 1_500,
+    "sigmoid": 1_500,
+    "exp": 1_500,
+    "erf": 3_000,
+    "cos": 5_000,
+    "sin": 5_000,
+    "_softmax": 6_000,
+    "native_dropout": 40_000,
+    "rand": 13_000,
+}
 
 DEVICES: Mapping[str, Device] = {
     d.name: d
@@ -99,6 +119,7 @@ DEVICES: Mapping[str, Device] = {
             2_000,
             Link(50_000, 2 * _GIGA),
             "one core with 512-bit vector units, nominal; `measure_cpu` replaces it by measured rates",
+            _CPU_ELEMENT_PS,
         ),
     )
 }
