@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from random import Random
 
@@ -22,6 +24,7 @@ from zbcompile.planner.classic import zb_h1
 from zbcompile.planner.flat import to_schedule
 from zbcompile.problem import Problem
 from zbcompile.show.baseline import merge_stages, one_f_one_b
+from zbcompile.show.export import export
 from zbcompile.show.lanes import Box, Window, bar_lane, memory_lane
 from zbcompile.show.palette import ASCII, UNICODE
 from zbcompile.show.summary import headline, plan_of, proof_line, remarks, to_json
@@ -257,3 +260,20 @@ def test_ticks_are_round_inside_and_not_too_many(first: int, length: int, most: 
     if len(found) > 1:
         step = found[1] - found[0]
         assert str(step).rstrip("0") in ("1", "2", "5")
+
+
+@pytest.mark.parametrize("kind", ["svg", "html"])
+def test_exports_are_coloured_stable_and_fetch_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = export(Picture(plan_of(example())), kind, 100)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "20")
+    assert export(Picture(plan_of(example())), kind, 100) == first
+    assert "#4a9ede" in first
+    assert "shorter" in first
+    assert not re.search(r"url\((?!#)|<script|@font-face|href", first)
+
+
+def test_an_svg_is_well_formed() -> None:
+    root = ElementTree.fromstring(export(Picture(plan_of(example())), "svg", 80))
+    assert root.tag.endswith("svg")
+    assert "rank" in "".join(root.itertext())

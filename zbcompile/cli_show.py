@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import io
 
 from rich.console import Console
 
@@ -13,6 +12,7 @@ from zbcompile.formats import measured_json
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.files import read_text, write_text
 from zbcompile.formats.measured_json import Measured
+from zbcompile.show.export import export
 from zbcompile.show.summary import Plan, measured_to_json, plan_of, remarks, to_json
 from zbcompile.show.timeline import Picture, View
 
@@ -40,22 +40,6 @@ def show(arguments: argparse.Namespace) -> int:
     if arguments.svg is None and arguments.html is None:
         Console(width=arguments.width, highlight=False).print(picture)
     return 0
-
-
-def export(picture: Picture, kind: str, width: int) -> str:
-    """The picture as ``svg`` or ``html`` text."""
-    console = Console(
-        record=True,
-        width=width,
-        file=io.StringIO(),
-        force_terminal=True,
-        color_system="truecolor",
-        highlight=False,
-    )
-    console.print(picture)
-    if kind == "svg":
-        return console.export_svg(title="zbcompile show", unique_id="zbcompile")
-    return console.export_html(inline_styles=True)
 
 
 def _measured(path: str, plan: Plan) -> Measured:
