@@ -152,7 +152,9 @@ class Profile:
         last = len(self.stages) - 1
         for edge in self.edges:
             if edge.target > last:
-                raise UsageError("an edge names a stage that does not exist", given=edge.target, needed=f"<= {last}")
+                raise UsageError(
+                    "an edge names a stage that does not exist", given=edge.target, needed=f"<= {last}"
+                )
         ordered = tuple(sorted(self.edges, key=lambda e: (e.source, e.target)))
         pairs = [(e.source, e.target) for e in ordered]
         if len(set(pairs)) != len(pairs):
