@@ -1,0 +1,91 @@
+"""Tensors by name from safetensors files: one file, or a directory with an index. No pickle is ever read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from zbcompile.errors import FormatError, UsageError
+
+__all__ = ["TensorFiles"]
+
+_INDEX = "model.safetensors.index.json"
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """Name -> tensor, read when asked for; only the bytes of that tensor are read.
+
+    path : a ``.safetensors`` file, or a directory that holds ``model.safetensors.index.json`` or such files.
+
+    Raises
+    ------
+    UsageError : another kind of file, or the safetensors package is missing. FormatError : a damaged file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file_of = self._index()
+
+    def _index(self) -> dict[str, Path]:
+        if self.path.is_file():
+            return dict.fromkeys(_names(self.path), self.path)
+        index = self.path / _INDEX
+        if index.is_file():
+            return _read_index(index)
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise UsageError("no safetensors files there", where=str(self.path))
+        return {name: file for file in files for name in _names(file)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        file = self._file_of[name]
+        with _opened(file) as tensors:
+            if name not in tensors.keys():  # noqa: SIM118
+                raise FormatError(f"the index places {name!r} in a file that lacks it", where=str(file))
+            return tensors.get_tensor(name)  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    """File per name. A file name with a directory in it is refused: an index is data from someone else."""
+    try:
+        table = json.loads(index.read_text())["weight_map"]
+        named = {str(name): Path(str(file)) for name, file in table.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FormatError(f"not an index of safetensors files: {error}", where=str(index)) from error
+    for file in named.values():
+        if file.name != str(file) or file.suffix != ".safetensors":
+            raise FormatError(
+                f"the index names {str(file)!r}, not a safetensors file beside it", where=str(index)
+            )
+    return {name: index.parent / file for name, file in named.items()}
+
+
+def _names(file: Path) -> list[str]:
+    with _opened(file) as tensors:
+        return list(tensors.keys())
+
+
+def _opened(file: Path):  # type: ignore[no-untyped-def]  # safetensors has no types
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise UsageError(
+            "reading safetensors files needs the safetensors package", fix="install it"
+        ) from error
+    if file.suffix != ".safetensors":
+        raise UsageError(
+            "only safetensors files are read", where=str(file), fix="save the weights as safetensors"
+        )
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise FormatError(f"not a readable safetensors file: {error}", where=str(file)) from error
