@@ -327,6 +327,12 @@ def test_files_that_are_not_there_end_with_2(capsys, words: tuple[str, ...]) -> 
 
 
 BAD_OPTIONS = [
+    ("--microbatches", "1048576"),
+    ("--microbatches", "99999999"),
+    ("--ranks", "4"),
+    ("--ranks", "2", "--placement", "v"),
+    ("--ranks", "2", "--placement", "linear"),
+    ("--ranks", "2", "--placement", "0,1,2"),
     ("--cap", "much"),
     ("--cap", "3 parsecs"),
     ("--cap", "1p,1p"),
@@ -340,7 +346,7 @@ BAD_OPTIONS = [
 
 
 @pytest.mark.parametrize("words", BAD_OPTIONS, ids=" ".join)
-def test_options_that_mean_nothing_end_with_2(capsys, profile_path: Path, words: tuple[str, str]) -> None:
+def test_options_that_mean_nothing_end_with_2(capsys, profile_path: Path, words: tuple[str, ...]) -> None:
     code, out, err = run(capsys, "plan", profile_path, *words)
     assert (code, out) == (2, "")
     assert "Traceback" not in err

@@ -200,9 +200,10 @@ WRONG_PROFILES: dict[str, tuple[Callable[[Any], None], str]] = {
     "placement": (lambda v: v.update(placement="v:3"), "does not fit 2 stages"),
     "placement of code": (lambda v: v.update(placement="v:__import__"), "does not fit"),
     "sum of times": (
-        lambda v: (v["stages"][0].update(forward_ns=2**53 - 1), v.update(microbatches=1 << 20)),
+        lambda v: (v["stages"][0].update(forward_ns=2**53 - 1), v.update(microbatches=1 << 18)),
         "too large to add up",
     ),
+    "step of too many actions": (lambda v: v.update(microbatches=1 << 20), "stages times microbatches"),
 }
 
 

@@ -28,6 +28,7 @@ MAX_STAGES = 4096
 _MAX_VARIANTS = 64
 _MAX_LINKS = 1 << 16
 _MAX_WORK_NS = 1 << 61
+_MAX_CELLS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,12 @@ def caps_from(value: object, where: str) -> tuple[int | None, ...]:
 
 
 def check_amount(profile: Profile, num_microbatches: int, where: str) -> None:
-    """Refuse times whose sum over a step leaves 64 bits."""
+    """Refuse steps of too many actions, and times whose sum over a step leaves 64 bits."""
+    cells = profile.num_stages * num_microbatches
+    if cells > _MAX_CELLS:
+        raise FormatError(
+            "too many stages times microbatches", where=where, needed=f"at most {_MAX_CELLS}", given=cells
+        )
     slowest = max(
         sum(
             max(c.forward_ns + c.backward_input_ns + c.backward_weight_ns, c.full_backward_ns)
