@@ -79,13 +79,19 @@ def split_range(row: Row, stage: int, low: int, high: int, later: int) -> Row:
     return result + [(W, stage)] * len(due)
 
 
-def improve_fusing(best: Best, *, tries: int = 1500, seed: int = 0) -> None:
-    """Offer orders with some backwards fused. Counted in tries, ended early by the time limit or a proof."""
+def improve_fusing(
+    best: Best, *, tries: int = 1500, seed: int = 0, share: float = 0.9, whole: bool = True
+) -> None:
+    """Offer orders with some backwards fused, counted in tries.
+
+    share : most of the time left that may be used. whole : start from whole patterns and list
+        schedules, not only from the best order so far.
+    """
     if best.done or not matters(best.flat, best.problem.transport):
         return
-    search = _Search(best, tries, seed)
+    search = _Search(best, tries, seed, share)
     try:
-        if all(len(stages) == 1 for stages in best.flat.stages_of):
+        if whole and all(len(stages) == 1 for stages in best.flat.stages_of):
             search.whole_patterns()
             search.list_schedules()
         search.ranges()
@@ -97,9 +103,9 @@ def improve_fusing(best: Best, *, tries: int = 1500, seed: int = 0) -> None:
 
 
 class _Search:
-    def __init__(self, best: Best, tries: int, seed: int) -> None:
+    def __init__(self, best: Best, tries: int, seed: int, share: float) -> None:
         self.best, self.left, self.seed = best, tries, seed
-        self.reserve = best.seconds_left / 10
+        self.reserve = best.seconds_left * (1 - share)
         self.score: tuple[int, int, int] | None = None
         self.codes: Codes = []
         if best.codes is not None:
@@ -107,7 +113,7 @@ class _Search:
 
     @property
     def over(self) -> bool:
-        """No tries or no time left, or nothing left to gain; a tenth of the time is kept for ties."""
+        """No tries or no time left, or nothing left to gain."""
         return self.left <= 0 or self.best.proved or self.best.seconds_left <= self.reserve
 
     def take(self, codes: Codes, origin: str = "split or fuse") -> bool:
@@ -223,17 +229,19 @@ class _Search:
         """Among equally long orders, the one that varying times hurt least, then the one with fewer splits.
 
         Compared per stage and kind of phase (start, middle, end), and always within the best value.
+        Means that differ by less than a ten-thousandth count as equal.
         """
         flat, clock = self.best.flat, self.best.clock
         if self.score is None:
             return
         m, p = flat.num_microbatches, flat.num_ranks
         phases = sorted({0, min(p, m), max(0, m - p), m})
+        grain = max(1, self.score[0] // 10_000)
         mean = jittered_mean(clock, self.codes, seed=self.seed)
         for s in range(flat.num_stages):
             for low, high in zip(phases, phases[1:], strict=False):
                 for change in (_fuse_own, _split_here):
-                    if self.best.seconds_left <= 0:
+                    if self.best.seconds_left <= self.reserve / 2:
                         return
                     rank = flat.rank_of[s]
                     row = change(self.codes[rank], s, low, high)
@@ -241,7 +249,8 @@ class _Search:
                     if codes == self.codes or not fits(flat, codes) or clock.value(codes) != self.score[0]:
                         continue
                     other = jittered_mean(clock, codes, seed=self.seed)
-                    if (other, _splits(codes)) < (mean, _splits(self.codes)):
+                    alike = abs(other - mean) < grain
+                    if _splits(codes) < _splits(self.codes) if alike else other < mean:
                         self.codes, mean = codes, other
 
     def hand_over(self) -> None:

@@ -67,10 +67,12 @@ def plan(
         try_classic(best)
         try_list_schedules(best, tries=60, seed=seed)
         if fuse == "auto":
-            improve_fusing(best, seed=seed)
+            improve_fusing(best, seed=seed, share=0.3 if problem.transport == "async" else 0.9)
         if 3 * best.flat.num_stages * best.flat.num_microbatches <= EXACT_ACTIONS // 2:
             prove_exact(best, seed, time_limit_s / 4)
         search(best, seed, level=max(1, round(time_limit_s / 10)))
+        if fuse == "auto" and problem.transport == "async":
+            improve_fusing(best, tries=300, seed=seed, share=0.3, whole=False)
         prove_crossing(best, seed, time_limit_s / 2)
         prove_exact(best, seed, time_limit_s)
     except KeyboardInterrupt:
@@ -84,7 +86,7 @@ def quick_value(problem: Problem, seed: int) -> int | None:
     try_classic(best)
     try_list_schedules(best, tries=12, seed=seed)
     if any(len(stages) > 1 for stages in best.flat.stages_of):
-        for _, _, codes in pattern_orders(best, Annealer(best.flat), 16, random.Random(seed)):
+        for _, _, codes in pattern_orders(best, Annealer(best.flat), Effort(6, 12, 0), random.Random(seed)):
             best.offer(codes, "pattern")
     return best.value
 
