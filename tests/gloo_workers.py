@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
 
+import zbcompile
+from tests.hand_stages import hand_batch, hand_case, hand_reference, hand_stages, hand_state
 from zbcompile.costs import Edge, Profile, StageCost
 from zbcompile.driver import Options, lower, rated
 from zbcompile.ir import Action, Kind, Placement, Schedule
+from zbcompile.passes.codegen import emit
+from zbcompile.passes.insert_comm import insert_comm
 from zbcompile.problem import Problem
 from zbcompile.runtime.distributed import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
@@ -88,3 +94,163 @@ def train(rank: int, fault: str, faulty_rank: int, limit_s: float, folder: str) 
     runner.synchronize()
     runner.close()
     return "finished"
+
+
+def random_orders(rank: int, seeds: list[int]) -> int:
+    """Random legal orders with hand-made stages; gradients must have autograd's bits. Returns how many ran."""
+    groups = {p: dist.new_group(list(range(p))) for p in range(2, dist.get_world_size() + 1)}
+    pipelines = {}
+    for p, group in groups.items():
+        if rank < p:
+            pipelines[p] = PipelineGroup(group, 60.0)
+        else:
+            # torch names a group by its members and by how many groups a process has: keep that equal.
+            dist.new_group([rank], backend="gloo", use_local_synchronization=True)
+    ran = 0
+    for seed in seeds:
+        problem, schedule = hand_case(seed)
+        p, count, m = problem.num_ranks, problem.num_stages, problem.num_microbatches
+        if rank >= p:
+            continue
+        tied = seed % 3 == 0
+        lowered = insert_comm(schedule, problem)
+        texts = emit(lowered.schedule, problem, None, lowered.send_slots)
+        setup = Setup(hand_stages(count, tied), problem.placement, m)
+        runner = DistributedRunner(pipelines[p], setup, texts[rank], torch.device("cpu"), 60.0, owns_group=False)
+        state = hand_state(count)
+        sums = runner.run(Step(hand_batch(m)), state)
+        expected = hand_reference(count, m, tied)
+        names = {s.weight for s in setup.stages if problem.placement.rank_of[s.index] == rank}  # type: ignore[attr-defined]
+        assert sums.keys() == names, (seed, sorted(sums), sorted(names))
+        for name, total in sums.items():
+            if tied and name == "w0":
+                torch.testing.assert_close(total, expected[name], rtol=1e-5, atol=1e-6)
+            else:
+                assert torch.equal(total, expected[name]), (seed, name)
+        runner.synchronize()
+        runner.close()
+        ran += 1
+    return ran
+
+
+def four_models(rank: int, num_steps: int) -> dict[str, Any]:
+    """Three optimizer steps of each of the four models; losses and gradients of the own stages."""
+    found = {}
+    for name in MODELS:
+        model, call, loss_fn = MODELS[name]()
+        with zbcompile.compile(
+            model, 4, loss_fn=loss_fn, num_microbatches=4, time_limit=0.5, profile=even_profile(), seed=7
+        ) as pipeline:
+            found[name] = train_steps(pipeline, call, num_steps)
+            pipeline.synchronize()
+    return found
+
+
+def train_steps(pipeline: zbcompile.Pipeline, call: dict[str, Any], num_steps: int) -> dict[str, Any]:
+    pipeline.build(call.get("args", ()), call.get("kwargs", {}), call.get("target"))
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.05)
+    losses: list[float] = []
+    gradients = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        step_losses: list[Tensor] = []
+        pipeline.step(
+            *call.get("args", ()), target=call.get("target"), losses=step_losses, **call.get("kwargs", {})
+        )
+        losses += [float(loss) for loss in step_losses]
+        gradients.append({n: p.grad.clone() for n, p in pipeline.named_parameters() if p.grad is not None})
+        optimizer.step()
+    return {"losses": losses, "gradients": gradients, "buffers": dict(pipeline_buffers(pipeline))}
+
+
+def pipeline_buffers(pipeline: zbcompile.Pipeline) -> list[tuple[str, Tensor]]:
+    return [(n, b.clone()) for stage in pipeline.local_stages for n, b in stage.named_buffers()]
+
+
+def even_profile() -> Profile:
+    stage = StageCost.simple(1_000_000, 1_000_000, 1_000_000, 1000, 500)
+    return Profile((stage,) * 4)
+
+
+def _mlp() -> tuple[nn.Module, dict[str, Any], Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1))])
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    return model, {"args": (x,), "target": y}, nn.functional.mse_loss
+
+
+def _cnn() -> tuple[nn.Module, dict[str, Any], Any]:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for k in range(4):
+        layers += [nn.Conv2d(3 if k == 0 else 6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(6 * 25, 4))
+    return model, {"args": (torch.randn(8, 3, 5, 5),), "target": torch.randn(8, 4)}, nn.functional.mse_loss
+
+
+def _tokens() -> dict[str, Any]:
+    ids = torch.randint(0, 61, (8, 12), generator=torch.Generator().manual_seed(1))
+    return {"kwargs": {"input_ids": ids, "labels": ids}}
+
+
+def _gpt2() -> tuple[nn.Module, dict[str, Any], Any]:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=4, n_head=2, n_embd=16, vocab_size=61, n_positions=16, bos_token_id=0, eos_token_id=0, use_cache=False
+    )
+    return transformers.GPT2LMHeadModel(config), _tokens(), None
+
+
+def _llama() -> tuple[nn.Module, dict[str, Any], Any]:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=4, num_attention_heads=2, hidden_size=16, intermediate_size=32, vocab_size=61,
+        max_position_embeddings=16, bos_token_id=0, eos_token_id=0, use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config), _tokens(), None
+
+
+MODELS = {"mlp": _mlp, "cnn": _cnn, "gpt2": _gpt2, "llama": _llama}
+
+
+def wrong_shape(rank: int, bad_rank: int) -> None:
+    """One rank gives a batch of another width in the second step."""
+    model, call, loss_fn = _mlp()
+    pipeline = zbcompile.compile(
+        model, 4, loss_fn=loss_fn, num_microbatches=4, profile=even_profile(), time_limit=0.5
+    )
+    (x,), y = call["args"], call["target"]
+    pipeline.step(x, target=y)
+    pipeline.step(x[:, :4] if rank == bad_rank else x, target=y)
+
+
+def different_seed(rank: int) -> None:
+    """One rank asks for another random seed."""
+    model, call, loss_fn = _mlp()
+    zbcompile.compile(
+        model, 4, loss_fn=loss_fn, num_microbatches=4, profile=even_profile(), seed=int(rank == 2),
+        example_args=call["args"], example_target=call["target"],
+    )
+
+
+def cramped(rank: int) -> None:
+    """Rank 0 finds that nothing fits."""
+    model, call, loss_fn = _mlp()
+    zbcompile.compile(
+        model, 4, loss_fn=loss_fn, num_microbatches=4, profile=even_profile(), memory_limit=10,
+        example_args=call["args"], example_target=call["target"],
+    )
+
+
+def evaluated(rank: int) -> Any:
+    """A step, then an evaluation: what each rank gets back, and the measured timeline."""
+    model, call, loss_fn = _mlp()
+    (x,), y = call["args"], call["target"]
+    with zbcompile.compile(
+        model, 4, loss_fn=loss_fn, num_microbatches=4, profile=even_profile(), time_limit=0.5
+    ) as pipeline:
+        output = pipeline.step(x, target=y)
+        measured = pipeline.timeline()
+        found = pipeline.eval(x)
+        pipeline.synchronize()
+    return output, found, measured

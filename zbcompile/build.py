@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zbcompile import driver
 from zbcompile.costs import Profile
+from zbcompile.devices import Device
 from zbcompile.driver import Observer, Options, Plan
 from zbcompile.errors import CheckError, PipelineError, UsageError, ZBCompileError
 from zbcompile.formats import schedule_json
@@ -45,7 +46,7 @@ class Asked:
     placement: str | Placement
     objective: str
     transport: str
-    profile: Profile | None
+    profile: Profile | Device | None
     schedule: Schedule | Solution | None
     num_ranks: int | None
     group: Any
@@ -69,7 +70,12 @@ class Call:
     """The form of a call: how its arguments are nested, which tensors are cut into microbatches."""
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, whole: Sequence[str | int], count: int
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        whole: Sequence[str | int],
+        count: int,
     ) -> None:
         tensors, self.spec = flatten((args, kwargs, target))
         names = [_name(path) for path in self.spec.paths()]
@@ -133,7 +139,7 @@ class Built:
         self.runner = self.make_runner(setup, plan.texts, _predicted(plan))
         self.reader = _reader(asked.model, front.stages)
         self._evaluations: dict[tuple[Any, ...], Evaluation] = {}
-        self.stages = [Stage(s.index, s, front.captured.state) for s in front.stages]
+        self.stages = [Stage(s.index, s, front.captured.state, asked.model) for s in front.stages]
 
     def make_runner(
         self, setup: Setup, texts: Sequence[str], predicted: Mapping[tuple[Kind, int, int], int]
@@ -160,6 +166,7 @@ class Built:
             batch = self.call.microbatches(args, kwargs, target)
             state = self.follow_model()
             self.reader.check(state)
+            self._check_weights(state)
         step = Step(batch, number, loss_scale, keep)
         gradients = self.runner.run(step, state)
         divisor = self.setup.num_microbatches if self.asked.scale_grads else None
@@ -178,6 +185,20 @@ class Built:
         step = Step(batch)
         found.runner.run(step, found.reader.read())
         return self._found(step, found.front, True, found.wrapped)
+
+    def _check_weights(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse to run a stage of this process whose tensors are still on the meta device."""
+        for stage in self.front.stages:
+            rank = self.setup.placement.rank_of[stage.index]
+            if self.group is not None and rank != self.group.rank:
+                continue
+            empty = [name for name in (*stage.parameters, *stage.buffers) if state[name].is_meta]
+            if empty:
+                raise UsageError(
+                    f"stage {stage.index} has no weights yet: {len(empty)} tensors are on the meta device",
+                    where=empty[0],
+                    fix="call stage.materialize(...) for every stage in pipeline.local_stages",
+                )
 
     def follow_model(self) -> dict[str, Tensor]:
         """The model's present tensors, which the stages hold from now on."""
@@ -314,12 +335,32 @@ def _options(asked: Asked, ranks: int, count: int) -> Options:
 
 
 def _plan(asked: Asked, options: Options, call: Call, front: FrontEndResult, observer: Observer) -> Plan:
-    profile = asked.profile or driver.measured(front, call.example, observer)
-    return driver.plan(profile, options, observer)
+    return driver.plan(_profile(asked, call, front, observer), options, observer)
+
+
+def _profile(asked: Asked, call: Call, front: FrontEndResult, observer: Observer) -> Profile:
+    """The one that was given, counted for the device that was given, or measured here."""
+    if isinstance(asked.profile, Profile):
+        return asked.profile
+    if isinstance(asked.profile, Device):
+        return driver.counted(front, asked.profile, observer)
+    empty = [name for name, tensor in front.captured.state.items() if tensor.is_meta]
+    if empty:
+        raise UsageError(
+            "a model on the meta device cannot be measured",
+            where=empty[0],
+            fix='give profile=device_named("H100") to count its costs, or a profile measured elsewhere',
+        )
+    return driver.measured(front, call.example, observer)
 
 
 def _agreed_plan(
-    group: PipelineGroup, asked: Asked, options: Options, call: Call, front: FrontEndResult, observer: Observer
+    group: PipelineGroup,
+    asked: Asked,
+    options: Options,
+    call: Call,
+    front: FrontEndResult,
+    observer: Observer,
 ) -> Plan:
     """Rank 0 measures and plans; all refuse to start when they were asked for different things."""
     group.agree(
@@ -354,7 +395,10 @@ def _tied_state(front: FrontEndResult) -> str:
     """A hash of the parameters that several stages hold: their copies must start equal."""
     digest = hashlib.sha256()
     for name in tied_holders([s.trainable for s in front.stages]):
-        value = front.captured.state[name].detach().cpu().contiguous().view(-1).view(torch.uint8)
+        tensor = front.captured.state[name].detach()
+        if tensor.is_meta:
+            continue  # `Stage.materialize` gives all copies the same value
+        value = tensor.cpu().contiguous().view(-1).view(torch.uint8)
         digest.update(value.numpy().tobytes())
     return digest.hexdigest()
 
@@ -381,9 +425,7 @@ def _microbatches(
 
 def _predicted(plan: Plan) -> dict[tuple[Kind, int, int], int]:
     timeline = simulate(plan.schedule, plan.problem)
-    return {
-        (a.kind, a.stage, a.microbatch): timeline.start[r][k] for r, k, a in plan.schedule.actions()
-    }
+    return {(a.kind, a.stage, a.microbatch): timeline.start[r][k] for r, k, a in plan.schedule.actions()}
 
 
 def _device(stages: Sequence[Any]) -> torch.device:

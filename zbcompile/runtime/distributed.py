@@ -34,8 +34,16 @@ class DistributedRunner:
     _count = 0
 
     def __init__(
-        self, group: PipelineGroup, setup: Setup, text: str, device: torch.device, stall_limit_s: float
+        self,
+        group: PipelineGroup,
+        setup: Setup,
+        text: str,
+        device: torch.device,
+        stall_limit_s: float,
+        *,
+        owns_group: bool = True,
     ) -> None:
+        self._owns_group = owns_group
         self.group, self.setup, self.device = group, setup, device
         self.rank: int | None = group.rank
         self.program = Program.load(text, group.rank)
@@ -91,8 +99,7 @@ class DistributedRunner:
 
     def _abandon(self) -> None:
         self.transport.abandon()
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group(self.group.control)
+        self._leave_control()
 
     def _refuse_if_failed(self) -> None:
         error = self.watchdog.error()
@@ -142,10 +149,16 @@ class DistributedRunner:
         return result
 
     def close(self) -> None:
-        """Stop the watchdog and leave the groups."""
+        """Stop the watchdog and leave the transport's groups, and the control group if it is the runner's own."""
         self.watchdog.stop()
         if self.watchdog.reason is None:
-            self._abandon()
+            self.transport.abandon()
+            if self._owns_group:
+                self._leave_control()
+
+    def _leave_control(self) -> None:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group(self.group.control)
 
 
 def _transport(group: PipelineGroup, setup: Setup, device: torch.device) -> Any:

@@ -54,6 +54,17 @@ class PipelineGroup:
         ranks = self.members if members is None else [self.members[m] for m in members]
         return dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True)
 
+    def new_pair(self, backend: str, one: int, other: int) -> Any:
+        """A process group of two ranks, None on the others; all ranks of the pipeline call it.
+
+        The lower rank is its rank 0. torch names a group by its members and by how many groups the process
+        has, so the ranks outside make one of their own to keep that number equal.
+        """
+        if self.rank in (one, other):
+            return self.new_group(backend, sorted((one, other)))
+        self.new_group("gloo", [self.rank])
+        return None
+
     def agree(self, parts: Mapping[str, str]) -> None:
         """Raise `PipelineError` on every rank when a part differs anywhere, naming the ranks and the part."""
         digests = b"".join(hashlib.sha256(text.encode()).digest() for text in parts.values())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zbcompile.errors import ShapeError, UsageError
+from zbcompile.runtime.materialize import materialize
 from zbcompile.runtime.stages import RunnableStage
 
 __all__ = ["Stage", "StateReader"]
@@ -20,9 +22,16 @@ class Stage(nn.Module):
     ``graphs`` are its F, B, W and BW graphs (``stage.graphs.forward.print_readable()``).
     """
 
-    def __init__(self, index: int, stage: RunnableStage, state: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        index: int,
+        stage: RunnableStage,
+        state: Mapping[str, Tensor],
+        model: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.index, self.compiled = index, stage
+        self._model = (model,)  # in a tuple, so that it is not registered as a submodule
         self._held = tuple(dict.fromkeys([*getattr(stage, "parameters", ()), *getattr(stage, "buffers", ())]))
         self._tensors: dict[str, Tensor] = {}
         self.follow(state)
@@ -38,6 +47,19 @@ class Stage(nn.Module):
             if self._tensors.get(name) is not state[name]:
                 _attach(self, name, state[name])
                 self._tensors[name] = state[name]
+
+    def materialize(self, **how: Any) -> dict[str, Tensor]:
+        """Give this stage's parameters and buffers memory and values, when the model is on the meta device.
+
+        ``how`` as in `zbcompile.runtime.materialize.materialize`: ``state`` (a state dict or safetensors),
+        ``init_weights``, ``build`` (for buffers), ``device``, ``seed``. Returns what became real.
+        """
+        model = self._model[0]
+        if model is None:
+            raise UsageError("this stage belongs to no model", where=f"stage {self.index}")
+        made = materialize(model, self._held, **how)
+        self.follow({**self._tensors, **made})
+        return made
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Outputs of the stage for one microbatch, in port order."""
