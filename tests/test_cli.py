@@ -104,6 +104,22 @@ def test_options_win_over_the_file(capsys, profile_path: Path) -> None:
     assert problem.placement == Placement((0, 1, 1))
 
 
+def test_auto_tries_the_placements_that_fit_and_keeps_the_best(capsys, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(profile_json.dumps(Profile.uniform(StageCost.simple(3000, 3000, 2000, 2, 1), 4, 10)))
+    words = ("--ranks", "2", "--placement", "auto", "--microbatches", "3", "--time-limit", "4", "--cap", "2p")
+    code, out, err = run(capsys, "plan", path, *words)
+    assert code == 0
+    file = schedule_json.loads(out)
+    assert file.problem.num_ranks == 2
+    assert file.problem.caps == (16, 16)
+    for name in ("contiguous", "v", "looped"):
+        assert any(line.startswith(f"{name}: ") for line in err.splitlines()), name
+    code, out, _ = run(capsys, "plan", path, "--ranks", "2", "--placement", "v", *words[4:])
+    assert code == 0
+    assert schedule_json.loads(out).problem.placement == Placement.v(2, 2)
+
+
 def test_a_cap_that_nothing_fits_under_ends_with_1_and_the_least_cap(capsys, profile_path: Path) -> None:
     code, out, err = run(capsys, "plan", profile_path, "--cap", "2047,none,none")
     assert (code, out) == (1, "")

@@ -184,7 +184,7 @@ WRONG_PROFILES: dict[str, tuple[Callable[[Any], None], str]] = {
     "time that is a fraction": (lambda v: v["stages"][0].update(forward_ns=1.0), "whole number"),
     "variant in a variant": (
         lambda v: v["stages"][0].update(variants=[{**v["stages"][0], "variants": []}]),
-        "",
+        "unknown field",
     ),
     "backward edge": (lambda v: v.update(edges=[{"source": 1, "target": 0}]), "to a later one"),
     "edge to nowhere": (lambda v: v.update(edges=[{"source": 0, "target": 9}]), "does not exist"),
