@@ -32,7 +32,7 @@ from zbcompile.ir import Placement
 from zbcompile.planner import tables
 from zbcompile.planner.anneal import Annealer
 from zbcompile.planner.bounds import best_bound
-from zbcompile.planner.search import pattern_orders
+from zbcompile.planner.search import Effort, pattern_orders
 from zbcompile.planner.state import Best
 from zbcompile.problem import Problem
 profile = Profile.uniform(StageCost.simple(30, 31, 17, 10, 4), 8, 2)
@@ -40,7 +40,7 @@ for objective in ("span", "makespan"):
     problem = Problem.of(profile, Placement.v(4), 6, 60, objective)
     best = Best(problem, best_bound(problem), time_limit_s=600)
     annealer = Annealer(best.flat)
-    pool = pattern_orders(best, annealer, 25, random.Random(3))
+    pool = pattern_orders(best, annealer, Effort(12, 12), random.Random(3))
     print(tables.HAVE_NUMBA, pool, annealer.run(pool[0][2], 700, seed=5))
 """
 

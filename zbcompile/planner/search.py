@@ -21,36 +21,40 @@ __all__ = ["Effort", "improve", "pattern_orders"]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much to search. patterns : tries per decoder. seeds : orders annealed in the first round.
+    """How much to search.
 
-    tries : annealing tries per order in the first round, three and nine times as many in the second and
-    third, over a third of the orders each time.
+    blocks, dispatches : patterns tried by each decoder. tries : annealing tries per order in the first
+    round; three times as many in each further round, over the better third of the orders.
     """
 
-    patterns: int = 400
-    seeds: int = 9
-    tries: int = 60_000
+    blocks: int = 40
+    dispatches: int = 160
+    tries: int = 40_000
 
     @staticmethod
     def of(flat: Flat, level: int = 1) -> Effort:
         """A budget that shrinks with the number of actions, so that the seconds stay in bounds."""
         actions = 3 * flat.num_stages * flat.num_microbatches
-        scale = min(1.0, 1200 / actions) * level
-        return Effort(max(30, int(400 * scale)), 9 if actions < 5000 else 3, max(500, int(60_000 * scale)))
+        scale = min(1.0, 1200 / actions)
+        return Effort(
+            max(15, int(40 * scale)), max(30, int(160 * scale)), max(500, int(40_000 * scale * level))
+        )
 
 
 Scored = tuple[int, int, Codes]
+_HEATS = (4e-4, 1.5e-4)
+"""First temperatures to take in turn, as shares of the value."""
 
 
-def pattern_orders(best: Best, annealer: Annealer, tries: int, rng: random.Random) -> list[Scored]:
-    """Orders from patterns, decoded as repeated blocks and by keyed dispatch; best first, a few of each."""
+def pattern_orders(best: Best, annealer: Annealer, effort: Effort, rng: random.Random) -> list[Scored]:
+    """Orders from patterns, decoded as repeated blocks and by keyed dispatch: the two best of each."""
     flat = best.flat
-    waves_count = len(waves_of(flat))
+    num_waves = len(waves_of(flat))
     dispatcher = Dispatcher(flat)
     kept: list[Scored] = []
-    for decoder in ("block", "dispatch"):
+    for decoder, tries in (("block", effort.blocks), ("dispatch", effort.dispatches)):
         pool: list[tuple[int, int, Pattern, Codes]] = []
-        for pattern in _proposals(waves_count, flat.num_ranks, pool, tries, rng):
+        for pattern in _proposals(num_waves, flat.num_ranks, pool, tries, rng):
             if best.seconds_left <= 0:
                 break
             if decoder == "block":
@@ -64,8 +68,8 @@ def pattern_orders(best: Best, annealer: Annealer, tries: int, rng: random.Rando
             pool.append((*score, pattern, codes))
             pool.sort(key=lambda entry: entry[:2])
             del pool[12:]
-        kept.extend((value, score, codes) for value, score, _, codes in pool[:4])
-    return sorted(kept, key=lambda entry: entry[:2])
+        kept.extend((value, score, codes) for value, score, _, codes in pool[:2])
+    return kept
 
 
 def _proposals(
@@ -90,31 +94,27 @@ def improve(best: Best, seeds: list[Codes], effort: Effort, seed: int) -> None:
     if best.done:
         return
     annealer = Annealer(flat)
-    pool = _scored(annealer, seeds)
-    several = any(len(stages) > 1 for stages in flat.stages_of)
-    if several:
-        pool.extend(pattern_orders(best, annealer, effort.patterns, rng))
+    pool = _distinct(_scored(annealer, seeds))[:4]
+    if any(len(stages) > 1 for stages in flat.stages_of):
+        pool = _distinct([*pool, *pattern_orders(best, annealer, effort, rng)])
         for _, _, codes in pool:
             best.offer(codes, "pattern")
-    pool = _distinct(pool)[: effort.seeds]
     tries, turn = effort.tries, 0
     while pool and not best.done:
         following: list[Scored] = []
-        for value, _, codes in pool:
+        for _, _, codes in pool:
             turn += 1
-            heat = (1.5e-4, 4e-4, 0.8e-4)[turn % 3]
             improved = annealer.run(
                 codes,
                 tries,
                 seed=seed * 1000 + turn,
-                heat=heat,
+                heat=_HEATS[turn % len(_HEATS)],
                 goal=best.bound.value_ns,
                 stop=lambda: best.seconds_left <= 0,
             )
             following.extend(_scored(annealer, [improved]))
             best.offer(improved, "search")
             best.report("search")
-            del value
             if best.done:
                 return
         if len(pool) == 1:
