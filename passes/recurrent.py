@@ -90,6 +90,18 @@ def _fake_lstm_layer(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def keep_workspace(node: Node) -> None:
-    """Make a traced oneDNN layer produce its workspace when it runs without autograd."""
-    if str(node.target) == "aten.mkldnn_rnn_layer.default":
-        node.target = torch.ops.zbcompile.lstm_layer.default
+    """Make a traced oneDNN layer produce its workspace when it runs without autograd.
+
+    The traced workspace has no size; one run on zeros tells the true one, for the bytes held.
+    """
+    if str(node.target) != "aten.mkldnn_rnn_layer.default":
+        return
+    node.target = torch.ops.zbcompile.lstm_layer.default
+    arguments = [
+        torch.zeros(a.meta["val"].shape, dtype=a.meta["val"].dtype) if isinstance(a, Node) else a
+        for a in node.args
+    ]
+    workspace = _lstm_layer(*arguments)[3]
+    for pick in node.users:
+        if pick.args[1] == 3:
+            pick.meta["val"] = torch.empty_like(workspace, device="meta")

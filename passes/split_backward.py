@@ -383,8 +383,16 @@ def _size(node: Node) -> int | None:
         return None
     value = node.meta.get("val")
     if isinstance(value, Tensor):
-        return torch_private.storage_bytes(value)
+        return _extent(value) if node.op == "placeholder" else torch_private.storage_bytes(value)
     return 8 if isinstance(value, int | float | torch.SymInt | torch.SymFloat) else None
+
+
+def _extent(value: Tensor) -> int:
+    """Bytes from the first to the last element: what an argument of these strides needs at least."""
+    if value.numel() == 0:
+        return 0
+    last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+    return (last + 1) * value.element_size()
 
 
 def _picks_owner(node: Node) -> bool:
