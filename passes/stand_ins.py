@@ -77,7 +77,7 @@ def stand_ins(
         yield list(examples), contextlib.nullcontext()
         return
     fakes = _Fakes(chosen)
-    places = [
+    places: list[tuple[Any, str, Tensor]] = [
         (table, name, value)
         for module in model.modules()
         for table in (module._parameters, module._buffers)

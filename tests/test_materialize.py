@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import zbcompile
 from tests.frontend_helpers import run_autograd, run_stages
 from tests.test_meta_device import llama, on_meta, tokens
+from zbcompile.devices import device_named
 from zbcompile.errors import FormatError, ShapeError, UsageError
 from zbcompile.passes.frontend import build_stages
 from zbcompile.runtime.materialize import materialize
@@ -221,3 +223,27 @@ def test_hostile_files_are_refused(tmp_path: Path) -> None:
         (index / "model.safetensors.index.json").write_text(text)
         with pytest.raises(FormatError, match="index"):
             TensorFiles(index)
+
+
+def test_compile_plans_without_weights_and_trains_once_they_are_there() -> None:
+    reference, batch = llama(), tokens()
+    model = on_meta()
+    with pytest.raises(UsageError, match="cannot be measured"):
+        zbcompile.compile(model, 2, example_kwargs=batch, num_microbatches=2)
+    pipeline = zbcompile.compile(
+        model, 2, example_kwargs=batch, num_microbatches=2, profile=device_named("H100"), time_limit=1.0
+    )
+    assert "H100" in pipeline.profile.source
+    with pytest.raises(UsageError, match="stage 0 has no weights yet"):
+        pipeline.step(**batch)
+    for stage in pipeline.local_stages:
+        made = stage.materialize(state=reference.state_dict(), build=llama)
+        assert made.keys() <= tensors_of(stage).keys()
+        assert not any(value.is_meta for value in tensors_of(stage).values())
+    losses: list[Tensor] = []
+    pipeline.step(**batch, losses=losses)
+    halves = [((), {name: value[i : i + 1] for name, value in batch.items()}, None) for i in range(2)]
+    wanted, trained = run_autograd(reference, halves)
+    assert [v.item() for v in losses] == [w["loss"].item() for w in wanted]
+    for name, parameter in trained.named_parameters():
+        assert torch.equal(dict(pipeline.named_parameters())[name].grad, parameter.grad / 2), name

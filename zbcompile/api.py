@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
-import torch
 from torch import Tensor, nn
 
 from zbcompile.build import Asked, Built, build
 from zbcompile.costs import Profile
+from zbcompile.devices import Device
 from zbcompile.driver import Observer, dump_to, quiet, read_profile, read_schedule
 from zbcompile.errors import UsageError
 from zbcompile.formats.measured_json import Measured
@@ -34,7 +34,7 @@ def compile(
     placement: str | Placement | Sequence[int] = "auto",
     objective: str = "span",
     transport: str = "async",
-    profile: Profile | str | os.PathLike[str] | None = None,
+    profile: Profile | Device | str | os.PathLike[str] | None = None,
     schedule: Schedule | Solution | str | os.PathLike[str] | None = None,
     num_ranks: int | None = None,
     group: Any = None,
@@ -64,7 +64,8 @@ def compile(
     placement : ``auto``, ``linear``, ``looped``, ``v``, a `Placement`, or the rank of each stage.
     objective : ``span`` (steps follow each other without a meeting) or ``makespan`` (all ranks meet).
     transport : ``async``, ``rendezvous`` or ``batched``; see docs/runtime.md.
-    profile : costs to plan with (a `Profile` or a file); default: the stages are measured here.
+    profile : costs to plan with: a `Profile` or a file, or a `Device` (``device_named("H100")``) to count them
+        for; default: the stages are measured here. A model on the meta device cannot be measured.
     schedule : an order to run instead of a search: a `Schedule`, a `Solution`, a schedule file, or torch's CSV.
     num_ranks, group : default: the default process group and its size where one is initialised or torchrun
         started the process; else as many as stages, all run in this process.
@@ -87,7 +88,9 @@ def compile(
         num_stages=num_stages,
         loss_fn=loss_fn,
         num_microbatches=num_microbatches,
-        memory_limit=memory_limit if memory_limit is None or isinstance(memory_limit, int) else tuple(memory_limit),
+        memory_limit=memory_limit
+        if memory_limit is None or isinstance(memory_limit, int)
+        else tuple(memory_limit),
         placement=placement if isinstance(placement, str | Placement) else Placement(tuple(placement)),
         objective=objective,
         transport=transport,

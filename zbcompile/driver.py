@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from zbcompile.check import check
-from zbcompile.costs import Profile
+from zbcompile.costs import Link, Profile
+from zbcompile.devices import Device
 from zbcompile.errors import UsageError
 from zbcompile.formats import profile_json, schedule_json
 from zbcompile.formats.detect import load_schedule
@@ -24,6 +25,7 @@ from zbcompile.ir import Action, Kind, Placement, Schedule
 from zbcompile.passes.capture import capture
 from zbcompile.passes.codegen import emit
 from zbcompile.passes.constant_masks import fold_constant_masks
+from zbcompile.passes.counted import counted_profile
 from zbcompile.passes.forward_only import ForwardStage, forward_stages
 from zbcompile.passes.frontend import FrontEndResult, build_stages
 from zbcompile.passes.insert_comm import Lowered, insert_comm, keep_comm
@@ -34,7 +36,6 @@ from zbcompile.passes.verify import cheap_to_verify
 from zbcompile.passes.verify import verify as check_stages
 from zbcompile.planner.auto import plan_auto
 from zbcompile.planner.bounds import best_bound
-from zbcompile.planner.flat import Flat
 from zbcompile.planner.plan import plan as find_order
 from zbcompile.problem import Problem
 from zbcompile.runtime.group import PipelineGroup
@@ -48,6 +49,7 @@ __all__ = [
     "Options",
     "Plan",
     "build_front",
+    "counted",
     "dump_to",
     "lower",
     "measured",
@@ -138,6 +140,15 @@ def measured(
     """Time the stages on this machine."""
     profile = measure(front.stages, front.captured.state, microbatch, **how)
     observer("measure", profile)
+    return profile
+
+
+def counted(
+    front: FrontEndResult, device: Device | str, observer: Observer = quiet, *, link: Link | None = None
+) -> Profile:
+    """Costs on ``device`` (an entry of the device table) counted from the graphs; nothing is run."""
+    profile = counted_profile(front.stages, device, link)
+    observer("counted", profile)
     return profile
 
 

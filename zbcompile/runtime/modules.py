@@ -58,7 +58,7 @@ class Stage(nn.Module):
         if model is None:
             raise UsageError("this stage belongs to no model", where=f"stage {self.index}")
         made = materialize(model, self._held, **how)
-        self.follow({**self._tensors, **made})
+        self.follow(StateReader(model, self._held).read())
         return made
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
