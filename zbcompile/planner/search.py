@@ -6,7 +6,6 @@ Everything is counted in tries, so that a seed decides the result; the time limi
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zbcompile.planner.anneal import Annealer
@@ -16,7 +15,7 @@ from zbcompile.planner.flat import Codes, Flat
 from zbcompile.planner.offsets import Pattern, mutate, standard_patterns, waves_of
 from zbcompile.planner.state import Best
 
-__all__ = ["Effort", "improve", "pattern_orders"]
+__all__ = ["Effort", "block_orders", "dispatched_orders", "improve", "pattern_orders"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class Effort:
     """
 
     blocks: int = 40
-    dispatches: int = 160
+    dispatches: int = 500
     tries: int = 40_000
 
     @staticmethod
@@ -37,7 +36,7 @@ class Effort:
         actions = 3 * flat.num_stages * flat.num_microbatches
         scale = min(1.0, 1200 / actions)
         return Effort(
-            max(15, int(40 * scale)), max(30, int(160 * scale)), max(500, int(40_000 * scale * level))
+            max(15, int(40 * scale)), max(60, int(500 * scale)), max(500, int(40_000 * scale * level))
         )
 
 
@@ -46,46 +45,60 @@ _HEATS = (4e-4, 1.5e-4)
 """First temperatures to take in turn, as shares of the value."""
 
 
-def pattern_orders(best: Best, annealer: Annealer, effort: Effort, rng: random.Random) -> list[Scored]:
-    """Orders from patterns, decoded as repeated blocks and by keyed dispatch: the two best of each."""
-    flat = best.flat
-    num_waves = len(waves_of(flat))
-    dispatcher = Dispatcher(flat)
-    kept: list[Scored] = []
-    for decoder, tries in (("block", effort.blocks), ("dispatch", effort.dispatches)):
-        pool: list[tuple[int, int, Pattern, Codes]] = []
-        for pattern in _proposals(num_waves, flat.num_ranks, pool, tries, rng):
-            if best.seconds_left <= 0:
-                break
-            if decoder == "block":
-                codes: Codes | None = block_order(flat, pattern)
-            else:
-                keys, flying = pattern.keys(flat)
-                codes = dispatcher.run(keys, flying, pattern.share)
-            score = None if codes is None else annealer.score(codes)
-            if codes is None or score is None or any(score == entry[:2] for entry in pool):
-                continue
-            pool.append((*score, pattern, codes))
-            pool.sort(key=lambda entry: entry[:2])
-            del pool[12:]
-        kept.extend((value, score, codes) for value, score, _, codes in pool[:2])
-    return kept
-
-
-def _proposals(
-    num_waves: int,
-    num_ranks: int,
-    pool: list[tuple[int, int, Pattern, Codes]],
-    tries: int,
-    rng: random.Random,
-) -> Iterator[Pattern]:
-    """The standard patterns, then changes to the best of the pool (which the caller fills)."""
-    standard = standard_patterns(num_waves, num_ranks)
+def block_orders(flat: Flat, annealer: Annealer, tries: int, rng: random.Random) -> list[Scored]:
+    """The two best orders of `tries` patterns decoded as repeated blocks."""
+    standard = standard_patterns(len(waves_of(flat)), flat.num_ranks)
+    pool: list[tuple[int, int, Pattern, Codes]] = []
     for k in range(tries):
         if k < len(standard) or not pool:
-            yield standard[k % len(standard)]
+            pattern = standard[k % len(standard)]
         else:
-            yield mutate(pool[rng.randrange(min(8, len(pool)))][2], rng)
+            pattern = mutate(pool[rng.randrange(min(8, len(pool)))][2], rng)
+        codes = block_order(flat, pattern)
+        score = annealer.score(codes)
+        if score is not None and all(score != entry[:2] for entry in pool):
+            pool = sorted([*pool, (*score, pattern, codes)], key=lambda entry: entry[:2])[:12]
+    return [(value, score, codes) for value, score, _, codes in pool[:2]]
+
+
+def dispatched_orders(flat: Flat, annealer: Annealer, tries: int, rng: random.Random) -> list[Scored]:
+    """The two best orders of `tries` recipes decoded by keyed dispatch.
+
+    A recipe is a pattern and the most microbatches in flight per stage; both are changed, since
+    under a tight cap the limits decide more than the pattern.
+    """
+    standard = standard_patterns(len(waves_of(flat)), flat.num_ranks)
+    dispatcher = Dispatcher(flat)
+    pool: list[tuple[int, int, Pattern, list[int], Codes]] = []
+    for k in range(tries):
+        turn, first = divmod(k, len(standard))
+        if turn < 3 or not pool:
+            pattern = standard[first]
+            keys, flying = pattern.keys(flat)
+            flying = [limit + turn for limit in flying]
+        else:
+            _, _, pattern, flying, _ = pool[rng.randrange(min(8, len(pool)))]
+            if rng.random() < 0.5:
+                pattern = mutate(pattern, rng)
+            else:
+                flying = list(flying)
+                for _ in range(rng.randint(1, 3)):
+                    s = rng.randrange(len(flying))
+                    flying[s] = max(1, flying[s] + rng.choice((-1, 1)))
+            keys, _ = pattern.keys(flat)
+        codes = dispatcher.run(keys, flying, pattern.share)
+        score = None if codes is None else annealer.score(codes)
+        if codes is not None and score is not None and all(score != entry[:2] for entry in pool):
+            pool = sorted([*pool, (*score, pattern, flying, codes)], key=lambda entry: entry[:2])[:16]
+    return [(entry[0], entry[1], entry[4]) for entry in pool[:2]]
+
+
+def pattern_orders(best: Best, annealer: Annealer, effort: Effort, rng: random.Random) -> list[Scored]:
+    """Orders from patterns by both decoders, as far as the time goes."""
+    found = [] if best.seconds_left <= 0 else block_orders(best.flat, annealer, effort.blocks, rng)
+    if best.seconds_left > 0:
+        found += dispatched_orders(best.flat, annealer, effort.dispatches, rng)
+    return found
 
 
 def improve(best: Best, seeds: list[Codes], effort: Effort, seed: int) -> None:

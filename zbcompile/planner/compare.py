@@ -1,0 +1,138 @@
+"""Every published order for a profile, and ours under the same caps and at the memory of each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from zbcompile.check import faults
+from zbcompile.errors import InfeasibleError, UsageError
+from zbcompile.ir import Placement
+from zbcompile.planner.classic import orders_for
+from zbcompile.planner.flat import to_schedule
+from zbcompile.planner.plan import plan
+from zbcompile.problem import Problem
+from zbcompile.simulate import simulate
+
+__all__ = ["Comparison", "compare", "verdict"]
+
+_FUSED = ("1F1B", "GPipe", "interleaved 1F1B")
+"""Orders without zero bubble: what a user would run otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One order under the problem's costs, times in ns, bytes with static bytes.
+
+    bubble : 1 - work of the busiest rank / value of the problem's objective.
+    fits : whether it stays under the problem's caps.
+    ours_ns : value of our order on the same placement with each rank's cap at this order's peak;
+        for our own row, its value. bound_ns : no order at that memory is shorter.
+    """
+
+    name: str
+    placement: str
+    objective: str
+    span_ns: int
+    makespan_ns: int
+    bubble: float
+    peak_bytes: tuple[int, ...]
+    fits: bool
+    ours_ns: int
+    bound_ns: int
+
+    @property
+    def value_ns(self) -> int:
+        """Span or makespan, as the objective says."""
+        return self.span_ns if self.objective == "span" else self.makespan_ns
+
+    @property
+    def is_ours(self) -> bool:
+        """True for the row of our own order under the problem's caps."""
+        return self.name == "zbcompile"
+
+
+def placements(problem: Problem) -> list[Placement]:
+    """The problem's placement first, then those of published orders for as many stages and ranks."""
+    p, count = problem.num_ranks, problem.num_stages
+    found = [problem.placement]
+    if count % p == 0 and count > p:
+        found += [Placement.looped(p, count // p)]
+        found += [Placement.v(p, 2)] if count == 2 * p else []
+    elif count == p:
+        found += [Placement.linear(p)]
+    return [placement for k, placement in enumerate(found) if placement not in found[:k]]
+
+
+def compare(problem: Problem, *, seconds_per_row: float = 2.0, seed: int = 0) -> list[Comparison]:
+    """All published orders that apply, and ours: first our row under the problem's caps, then theirs.
+
+    Stages run as they are, without variants, on both sides. Raises `InfeasibleError` when no order
+    of the problem fits under its caps.
+    """
+    if seconds_per_row < 0:
+        raise UsageError("a time limit cannot be negative", given=seconds_per_row)
+    problem = problem.with_(profile=problem.profile.choose((0,) * problem.num_stages))
+    own = plan(problem, time_limit_s=3 * seconds_per_row, seed=seed)
+    timeline = simulate(own.schedule, problem)
+    rows = [
+        Comparison(
+            "zbcompile",
+            problem.placement.name,
+            problem.objective,
+            timeline.span_ns,
+            timeline.makespan_ns,
+            timeline.bubble(),
+            timeline.peak_bytes,
+            True,
+            own.certificate.value_ns,
+            own.certificate.bound_ns,
+        )
+    ]
+    for placement in placements(problem):
+        rows.extend(_published(problem.with_(placement=placement), seconds_per_row, seed))
+    return rows
+
+
+def _published(problem: Problem, seconds: float, seed: int) -> Iterator[Comparison]:
+    for name, codes in orders_for(problem):
+        schedule = to_schedule(codes, problem)
+        timeline = simulate(schedule, problem)
+        peaks = timeline.peak_bytes
+        same = problem.with_(caps=peaks)
+        try:
+            ours = plan(same, time_limit_s=seconds, seed=seed).certificate
+        except InfeasibleError:
+            continue
+        better = min(ours.value_ns, timeline.value_ns)
+        yield Comparison(
+            name,
+            problem.placement.name,
+            problem.objective,
+            timeline.span_ns,
+            timeline.makespan_ns,
+            timeline.bubble(),
+            peaks,
+            not faults(schedule, problem),
+            better,
+            ours.bound_ns,
+        )
+
+
+def verdict(rows: list[Comparison], threshold: float = 0.01) -> str:
+    """What the table says about zero bubble, in one sentence.
+
+    Ours is held against the best order without zero bubble that fits the caps, else the best at any
+    memory. It does not pay where it saves less than ``threshold``.
+    """
+    ours = next(row for row in rows if row.is_ours)
+    plain = [row for row in rows if row.name in _FUSED]
+    fitting = [row for row in plain if row.fits]
+    if not plain:
+        return "no published order without zero bubble exists for this placement"
+    best = min(fitting or plain, key=lambda row: row.value_ns)
+    saved = 1 - ours.value_ns / best.value_ns
+    where = "" if fitting else " (which does not fit under the caps)"
+    if saved < threshold:
+        return f"zero bubble does not pay here: {saved:.1%} shorter than {best.name}{where}"
+    return f"{saved:.1%} shorter than {best.name}{where}"
