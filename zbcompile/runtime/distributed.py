@@ -31,8 +31,6 @@ class DistributedRunner:
     the failed step is handed over, and later steps raise the same error again.
     """
 
-    _count = 0
-
     def __init__(
         self,
         group: PipelineGroup,
@@ -52,9 +50,7 @@ class DistributedRunner:
         self.offset_ns = group.clock_offset_ns()
         self._waiting: Doing | None = None
         self._in_step = False
-        number, DistributedRunner._count = DistributedRunner._count, DistributedRunner._count + 1
-        name = f"zbcompile/{'-'.join(map(str, group.members))}/{number}"
-        store = dist.PrefixStore(name, torch_private.own_store())
+        store = dist.PrefixStore(group.runner_name(), torch_private.own_store())
         self.watchdog = Watchdog(store, group.rank, group.size, stall_limit_s, self._doing, self._abandon)
 
     def run(self, step: Step, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from zbcompile.errors import PipelineError, UsageError
+from zbcompile.runtime import torch_private
 
 __all__ = ["PipelineGroup"]
 
@@ -24,13 +26,20 @@ _CLOCK_ROUNDS = 16
 class PipelineGroup:
     """The ranks of one pipeline and a gloo group of their own for control, whatever else they communicate.
 
-    rank, size : inside the pipeline. members : their ranks in the default group.
+    rank, size : inside the pipeline. members : their ranks in the default group. name : the same on all of
+    them and on no other pipeline, before or after.
     """
+
+    _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
 
     def __init__(self, group: Any, timeout_s: float) -> None:
         self.members: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.rank, self.size = dist.get_rank(group), len(self.members)
         self.timeout = timedelta(seconds=timeout_s)
+        key = tuple(self.members)
+        self.name = f"zbcompile/{'-'.join(map(str, key))}/{self._made[key]}"
+        self._made[key] += 1
+        self._groups: Counter[str] = Counter()
         self.control = self.new_group("gloo")
 
     @staticmethod
@@ -52,18 +61,18 @@ class PipelineGroup:
     def new_group(self, backend: str, members: list[int] | None = None) -> Any:
         """Another process group of all ranks, or of some given by their rank in the pipeline."""
         ranks = self.members if members is None else [self.members[m] for m in members]
-        return dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True)
+        name = f"{self.name}/{backend}/{'-'.join(map(str, ranks))}"
+        self._groups[name] += 1
+        return torch_private.new_group(f"{name}/{self._groups[name]}", ranks, self.timeout, backend)
+
+    def runner_name(self) -> str:
+        """A name for the next runner of this pipeline (training, evaluation of each shape)."""
+        self._groups["runner"] += 1
+        return f"{self.name}/runner/{self._groups['runner']}"
 
     def new_pair(self, backend: str, one: int, other: int) -> Any:
-        """A process group of two ranks, None on the others; all ranks of the pipeline call it.
-
-        The lower rank is its rank 0. torch names a group by its members and by how many groups the process
-        has, so the ranks outside make one of their own to keep that number equal.
-        """
-        if self.rank in (one, other):
-            return self.new_group(backend, sorted((one, other)))
-        self.new_group("gloo", [self.rank])
-        return None
+        """A process group of two ranks, the lower one its rank 0; None on the others."""
+        return self.new_group(backend, sorted((one, other))) if self.rank in (one, other) else None
 
     def agree(self, parts: Mapping[str, str]) -> None:
         """Raise `PipelineError` on every rank when a part differs anywhere, naming the ranks and the part."""

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["own_store", "profiler_enabled"]
+__all__ = ["new_group", "own_store", "profiler_enabled"]
+
+
+def new_group(name: str, ranks: list[int], timeout: timedelta, backend: str) -> Any:
+    """``dist.new_group`` of some ranks, which alone call it, under a name of our own.
+
+    torch would name it by its members and by how many groups the process has. Such a name comes back when a
+    group was destroyed, and differs between ranks that belong to different numbers of groups; in both cases
+    the ranks never meet.
+    """
+    module = dist.distributed_c10d
+    given = module._process_group_name
+    module._process_group_name = lambda ranks, use_hashed_name: module.GroupName(name)
+    try:
+        return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+    finally:
+        module._process_group_name = given
 
 
 def profiler_enabled() -> bool:
