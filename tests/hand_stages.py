@@ -36,9 +36,10 @@ class HandPort:
 class HandStage:
     """Stage k of n. The last one returns the loss sum((y + y of stage 0) * target)."""
 
-    def __init__(self, index: int, count: int, tied: bool) -> None:
+    def __init__(self, index: int, count: int, tied: bool = False, skip: bool = True) -> None:
         self.index, self.last = index, index == count - 1
-        self.skips = self.last and count > 2
+        skip = skip and count > 2
+        self.skips = self.last and skip
         self.weight = "w0" if tied and self.last else f"w{index}"
         self.trainable = self.parameters = (self.weight,)
         self.buffers: tuple[str, ...] = ()
@@ -50,7 +51,7 @@ class HandStage:
         if self.last:
             self.outputs = (HandPort("loss", ("stage", index), (), True, (), (), True, True),)
         else:
-            targets = sorted({index + 1, *([count - 1] if index == 0 and count > 2 else [])})
+            targets = sorted({index + 1, *([count - 1] if index == 0 and skip else [])})
             self.outputs = (HandPort(f"y{index}", ("stage", index), tuple(targets)),)
 
     def run_forward(self, state: Mapping[str, Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
@@ -91,8 +92,8 @@ class HandStage:
         return f"hand {self.index}"
 
 
-def hand_stages(count: int, tied: bool = False) -> tuple[HandStage, ...]:
-    return tuple(HandStage(k, count, tied and count > 1) for k in range(count))
+def hand_stages(count: int, tied: bool = False, skip: bool = True) -> tuple[HandStage, ...]:
+    return tuple(HandStage(k, count, tied and count > 1, skip) for k in range(count))
 
 
 def hand_state(count: int) -> dict[str, Tensor]:
@@ -105,21 +106,45 @@ def hand_batch(num_microbatches: int) -> list[list[Tensor]]:
     return [[torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2)] for _ in range(num_microbatches)]
 
 
-def hand_reference(count: int, num_microbatches: int, tied: bool) -> dict[str, Tensor]:
-    """Plain autograd in a loop over the microbatches."""
-    state = hand_state(count)
+def hand_reference(
+    count: int, num_microbatches: int, tied: bool = False, skip: bool = True
+) -> dict[str, Tensor]:
+    """One microbatch after the other through all stages and back, gradients added as they come."""
+    state, stages = hand_state(count), hand_stages(count, tied, skip)
+    sums: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for x, target in hand_batch(num_microbatches):
+            values, kept = {"x": x, "target": target}, []
+            for stage in stages:
+                outputs, saved = stage.run_forward(state, [values[p.name] for p in stage.inputs])
+                values[stage.outputs[0].name] = outputs[0]
+                kept.append(saved)
+            grads = {"loss": torch.ones(())}
+            for stage in reversed(stages):
+                found, weights = stage.run_full_backward(kept.pop(), [grads[stage.outputs[0].name]])
+                for port, grad in zip(stage.inputs, found, strict=True):
+                    if grad is not None:
+                        grads[port.name] = grads[port.name] + grad if port.name in grads else grad
+                for name, grad in weights.items():
+                    sums[name] = sums[name] + grad if name in sums else grad
+    return sums
+
+
+def hand_autograd(count: int, num_microbatches: int, tied: bool = False, skip: bool = True) -> dict[str, Tensor]:
+    """The same by autograd: equal up to rounding, which is the stages' own."""
+    state, skip = hand_state(count), skip and count > 2
     for x, target in hand_batch(num_microbatches):
         first = y = x
         for stage in hand_stages(count, tied):
             y = torch.tanh(y @ state[stage.weight])
             first = y if stage.index == 0 else first
-        ((y + first if count > 2 else y) * target).sum().backward()
+        ((y + first if skip else y) * target).sum().backward()
     return {n: p.grad for n, p in state.items() if p.grad is not None}
 
 
-def hand_problem(rank_of: Any, count: int, num_microbatches: int) -> Problem:
+def hand_problem(rank_of: Any, count: int, num_microbatches: int, skip: bool = True) -> Problem:
     edges = [Edge(s, s + 1, 40, 40) for s in range(count - 1)]
-    if count > 2:
+    if count > 2 and skip:
         edges.append(Edge(0, count - 1, 40, 40))
     profile = Profile((StageCost.simple(1000, 1100, 800),) * count, tuple(edges), Link(60))
     return Problem.of(profile, rank_of, num_microbatches)
