@@ -1,0 +1,85 @@
+"""The crossing bound: sound against the exact optimum, and stronger where memory is short."""
+
+from __future__ import annotations
+
+import random
+from fractions import Fraction
+
+import pytest
+
+from tests.planner_cases import random_problem
+from zbcompile.costs import Edge, Profile, StageCost
+from zbcompile.ir import Placement
+from zbcompile.planner.bounds import best_bound
+from zbcompile.planner.cpsat import solve_exact
+from zbcompile.planner.crossing import crossing_bound, grids, is_chain, scaled
+from zbcompile.planner.flat import Flat, least_room
+from zbcompile.planner.plan import plan
+from zbcompile.problem import Problem
+
+
+def short_of_memory(rng: random.Random, ranks: int, microbatches: int) -> Problem:
+    """Caps between one and about p microbatches."""
+    problem = random_problem(rng, ranks=ranks, microbatches=microbatches, objective="span")
+    flat = Flat.of(problem)
+    return problem.with_(
+        caps=tuple(int(least_room(flat, r) * rng.uniform(1, ranks * 0.9)) for r in range(ranks))
+    )
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_never_above_the_optimum(block: int) -> None:
+    """80 instances with unequal stages, every rank, on the times themselves and on a coarser grid."""
+    stronger = 0
+    for k in range(20):
+        rng = random.Random(10_000 + 20 * block + k)
+        ranks = rng.randint(2, 4)
+        problem = short_of_memory(rng, ranks, rng.randint(2, 5 if ranks < 4 else 4))
+        flat = Flat.of(problem)
+        exact = solve_exact(flat, lower=0, time_limit_s=20)
+        assert exact.proved
+        found = []
+        for rank in range(ranks):
+            for grid in (Fraction(1), Fraction(3, 2)):
+                bound = crossing_bound(
+                    flat.relaxed(), rank, grid, upper_ns=2 * exact.bound_ns, time_limit_s=10
+                )
+                assert bound.closed
+                found.append(bound.value_ns)
+        assert max(found) <= exact.bound_ns, problem
+        stronger += max(found) > best_bound(problem).value_ns
+    assert stronger >= 1
+
+
+def test_a_known_value_is_proved_when_nothing_shorter_exists() -> None:
+    """p = 4, m = 8, times 3:3:2, memory of 3 microbatches: 88 is optimal, the analytic bound says 86."""
+    problem = Problem.of(Profile.uniform(StageCost.simple(3, 3, 2), 4), None, 8, 6)
+    assert best_bound(problem).value_ns == 86
+    bound = crossing_bound(Flat.of(problem), 0, Fraction(1), upper_ns=88, time_limit_s=60)
+    assert (bound.value_ns, bound.closed) == (88, True)
+
+
+def test_scaled_times_never_exceed_the_real_ones() -> None:
+    rng = random.Random(3)
+    for _ in range(50):
+        flat = Flat.of(random_problem(rng, ranks=3, microbatches=2, longest=1000))
+        for grid in grids(flat, 24):
+            coarse = scaled(flat, grid)
+            for small, real in zip(coarse.forward, flat.forward, strict=True):
+                assert small * grid <= real
+
+
+def test_only_plain_chains_qualify() -> None:
+    stage = StageCost.simple(1, 1, 1)
+    assert is_chain(Flat.of(Problem.of(Profile.uniform(stage, 3), None, 2)))
+    skip = Profile((stage,) * 3, (Edge(0, 1), Edge(1, 2), Edge(0, 2)))
+    assert not is_chain(Flat.of(Problem.of(skip, None, 2)))
+    assert not is_chain(Flat.of(Problem.of(Profile.uniform(stage, 4), Placement.v(2), 2)))
+
+
+def test_plan_proves_by_the_crossing_bound() -> None:
+    """Unit times, p = 4, m = 12, half of 1F1B's memory: the analytic bound alone leaves a gap."""
+    problem = Problem.of(Profile.uniform(StageCost.simple(1, 1, 1), 4), None, 12, 4)
+    solution = plan(problem, time_limit_s=60)
+    assert best_bound(problem).value_ns < solution.certificate.value_ns
+    assert solution.certificate.is_optimal
