@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from zbcompile.errors import CaptureError, UsageError
 from zbcompile.passes import torch_private
 from zbcompile.passes.aliasing import StorageGroups, viewed_arguments
-from zbcompile.passes.capture_errors import explain, refuse_wrappers
+from zbcompile.passes.capture_errors import explain, is_own_file, is_torch_file, refuse_wrappers
 from zbcompile.passes.custom_functions import FunctionCall, intercepted
 from zbcompile.passes.stand_ins import stand_ins
 from zbcompile.passes.values import Spec, flatten, unflatten
@@ -291,14 +291,16 @@ def _is_pick(node: Node) -> bool:
 
 
 def _place(node: Node) -> dict[str, str]:
-    """Module path and last source line of a node, for errors and reports."""
+    """Module path and source line of a node: the last line outside torch, or the last one at all."""
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     path = path.removeprefix(PREFIX) if path != PREFIX.rstrip(".") else ""
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    files = [line for line in lines if line.startswith("File ")]
-    source = files[-1].split(", in ")[0].replace('File "', "").replace('", line ', ":") if files else ""
-    return {"module_path": path, "source": source}
+    frames = [line.split(", in ")[0] for line in lines if line.startswith('File "')]
+    places = [frame.removeprefix('File "').replace('", line ', ":") for frame in frames]
+    places = [place for place in places if not is_own_file(place)]
+    outside = [place for place in places if not is_torch_file(place)]
+    return {"module_path": path, "source": (outside or places or [""])[-1]}
 
 
 def _roles(program: Any, names: Mapping[str, str]) -> dict[str, Role]:

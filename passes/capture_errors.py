@@ -11,7 +11,7 @@ from torch import nn
 from zbcompile.errors import CaptureError, ZBCompileError
 from zbcompile.passes import torch_private
 
-__all__ = ["explain", "refuse_wrappers"]
+__all__ = ["explain", "is_own_file", "is_torch_file", "refuse_wrappers"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(os.path.realpath(__file__)) + os.sep
@@ -54,9 +54,19 @@ def _locate(model: nn.Module, error: BaseException) -> tuple[str, str]:
         owner = frame.f_locals.get("self")
         if id(owner) in names:
             path = names[id(owner)]
-        if not file.startswith((_TORCH, "<")) and not os.path.realpath(file).startswith(_OWN):
+        if not file.startswith("<") and not is_torch_file(file) and not is_own_file(file):
             line = f"{file}:{number}"
     return line, path
+
+
+def is_torch_file(file: str) -> bool:
+    """Whether a path lies inside the installed torch."""
+    return file.startswith(_TORCH)
+
+
+def is_own_file(file: str) -> bool:
+    """Whether a path is one of this package's passes."""
+    return os.path.realpath(file).startswith(_OWN)
 
 
 def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
