@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zbcompile.errors import UsageError
 from zbcompile.passes.backends import check_backend, with_backend
 from zbcompile.passes.capture import Captured, capture
 from zbcompile.passes.constant_masks import fold_constant_masks
@@ -92,11 +93,13 @@ def build_stages(
 
     With ``loss_fn`` the last stage computes ``loss_fn(output, target)``; without it the model's own loss
     is looked for (the entry called loss, or a scalar result). A model on the meta device becomes stages
-    for ``device`` (see `capture`). ``backend`` is one of `backends.BACKENDS`. Raises CaptureError, CutError, SplitError and UsageError; each names
-    module path and source line where known.
+    for ``device`` (see `capture`). ``backend`` is one of `backends.BACKENDS`. Raises CaptureError, CutError,
+    SplitError and UsageError; each names module path and source line where known.
     """
     check_backend(backend)
-    captured = capture(model, args, kwargs, target=target, loss_fn=loss_fn, device=device)
+    captured = _with_usable_loss(
+        capture(model, args, kwargs, target=target, loss_fn=loss_fn, device=device), loss_fn is not None
+    )
     fold_constant_masks(captured)
     sources = partition(captured, num_stages, split_points=split_points)
     stages = split_backward(captured, sources, recompute=recompute, backend=backend)
@@ -112,6 +115,24 @@ def build_stages(
         captured.loss,
         tuple(_report(captured, source, stage) for source, stage in zip(sources, stages, strict=True)),
         backend,
+    )
+
+
+def _with_usable_loss(captured: Captured, asked: bool) -> Captured:
+    """Refuse a loss function that gives no real scalar; a model's own such value is no loss."""
+    nodes = {node.name: node for node in captured.module.graph.nodes}
+    value = None if captured.loss is None else nodes[captured.results[captured.loss]].meta.get("val")
+    if isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point():
+        return captured
+    if not asked:
+        return replace(captured, loss=None)
+    given = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else "no tensor"
+    raise UsageError(
+        "the loss is not a real scalar",
+        where="loss_fn",
+        needed="one floating-point number per microbatch",
+        given=given,
+        fix="reduce it with .mean() or .sum()",
     )
 
 

@@ -81,8 +81,10 @@ def compile(
     ------
     CaptureError, CutError, SplitError, InfeasibleError, NoOrderError, CheckError, UsageError.
     """
-    if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
+    if not _is_count(num_stages):
         raise UsageError("num_stages must be a positive whole number", given=num_stages)
+    if num_microbatches is not None and not _is_count(num_microbatches):
+        raise UsageError("num_microbatches must be a positive whole number", given=num_microbatches)
     asked = Asked(
         model=model,
         num_stages=num_stages,
@@ -110,6 +112,10 @@ def compile(
     if example_args is not None or example_kwargs is not None:
         pipeline.build(tuple(example_args or ()), dict(example_kwargs or {}), example_target)
     return pipeline
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 class Pipeline(Sequence[Stage]):
@@ -156,6 +162,11 @@ class Pipeline(Sequence[Stage]):
             raise UsageError(
                 "there is no loss to differentiate",
                 fix="give compile(..., loss_fn=...), or let the model return its loss; eval() needs none",
+            )
+        if not built.loss_has_gradient:
+            raise UsageError(
+                "the loss depends on no parameter that requires a gradient",
+                fix="let a parameter require a gradient, or call eval()",
             )
         found = built.run_step(args, kwargs, target, self.step_number, self.loss_scale, return_outputs)
         self.step_number += 1

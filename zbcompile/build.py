@@ -200,6 +200,14 @@ class Built:
                     fix="call stage.materialize(...) for every stage in pipeline.local_stages",
                 )
 
+    @property
+    def loss_has_gradient(self) -> bool:
+        """Whether anything that is trained has a part in the loss."""
+        if self.front.loss is None:
+            return False
+        stage, position = self.front.result_ports[self.front.loss]
+        return bool(self.front.stages[stage].outputs[position].has_gradient)
+
     def follow_model(self) -> dict[str, Tensor]:
         """The model's present tensors, which the stages hold from now on."""
         state = self.reader.read()
