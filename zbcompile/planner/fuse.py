@@ -12,12 +12,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
+from zbcompile.planner.anneal import Annealer
 from zbcompile.planner.evaluate import fits
-from zbcompile.planner.flat import BW, B, Codes, F, Flat, W
+from zbcompile.planner.flat import BW, B, Codes, F, Flat, W, shaped
 from zbcompile.planner.greedy import Recipe, standard_limits
 from zbcompile.planner.jitter import jittered_mean
 from zbcompile.planner.paths import Paths
 from zbcompile.planner.patterns import Pattern, fused_list_schedule, patterns, window_choices
+from zbcompile.planner.search import Effort, pattern_orders
 from zbcompile.planner.state import Best
 
 __all__ = ["fuse_range", "improve_fusing", "matters", "split_range"]
@@ -91,7 +93,9 @@ def improve_fusing(
         return
     search = _Search(best, tries, seed, share)
     try:
-        if whole and all(len(stages) == 1 for stages in best.flat.stages_of):
+        if whole and any(len(stages) > 1 for stages in best.flat.stages_of):
+            search.offset_patterns()
+        elif whole:
             search.whole_patterns()
             search.list_schedules()
         search.ranges()
@@ -176,6 +180,16 @@ class _Search:
                     codes = fused_list_schedule(flat, Recipe(limits, theta, budget), windows)
                     if codes is not None:
                         self.take(codes)
+
+    def offset_patterns(self) -> None:
+        """Several stages per rank: the patterns of the split search, as they are and all fused."""
+        annealer = Annealer(self.best.flat)
+        effort = Effort(20, 40, 0)
+        for _, _, codes in pattern_orders(self.best, annealer, effort, random.Random(self.seed)):
+            for order in (codes, shaped(codes, "always")):
+                if self.over:
+                    return
+                self.take(order)
 
     def ranges(self) -> None:
         """Fuse or split ranges of microbatches of one stage or of several, until nothing helps."""

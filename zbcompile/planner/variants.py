@@ -28,6 +28,8 @@ Assignment = tuple[int, ...]
 _MOST_LEVELS = 64
 """Combinations of levels on one rank up to which its bound looks at each of them."""
 _FINALISTS = 3
+_LARGE = 4096
+"""Stages times microbatches beyond which the joint bound looks at three ranks only."""
 
 
 def offers_variants(problem: Problem) -> bool:
@@ -65,18 +67,25 @@ def bound_of(problem: Problem) -> Bound:
 
 
 def joint_bound(problem: Problem) -> Bound:
-    """No order under any assignment is shorter: the best over ranks of the least over the rank's levels."""
-    best: Bound | None = None
-    for rank in range(problem.num_ranks):
-        found = _rank_bound(problem, rank)
-        if best is None or found.value_ns > best.value_ns:
-            best = found
-    assert best is not None
-    return best
+    """No order under any assignment is shorter: the best over ranks of the least over the rank's levels.
+
+    Large problems look at the first, the middle and the last rank only. Without variants it is the
+    problem's own analytic bound.
+    """
+    if not offers_variants(problem):
+        return bound_of(problem)
+    p = problem.num_ranks
+    large = problem.num_stages * problem.num_microbatches > _LARGE
+    known: dict[tuple[StageCost, ...], Bound] = {}
+    ranks = sorted({0, p // 2, p - 1}) if large else range(p)
+    return max((_rank_bound(problem, rank, known) for rank in ranks), key=lambda bound: bound.value_ns)
 
 
-def _rank_bound(problem: Problem, rank: int) -> Bound:
-    """Least bound over the levels of one rank's stages, all other stages at their cheapest."""
+def _rank_bound(problem: Problem, rank: int, known: dict[tuple[StageCost, ...], Bound]) -> Bound:
+    """Least bound over the levels of one rank's stages, all other stages at their cheapest.
+
+    ``known`` keeps the bounds of profiles that other ranks have asked for.
+    """
     profile, stages = problem.profile, problem.placement.stages_of(rank)
     low = tuple(cheapest(stage) for stage in profile.stages)
     levels = [range(len(profile.stages[s].variants) + 1) for s in stages]
@@ -88,7 +97,10 @@ def _rank_bound(problem: Problem, rank: int) -> Bound:
         costs = list(low)
         for s, level in zip(stages, choice or (), strict=choice is not None):
             costs[s] = _level(profile.stages[s], level)
-        found.append((bound_of(problem.with_(profile=replace(profile, stages=tuple(costs)))), choice))
+        key = tuple(costs)
+        if key not in known:
+            known[key] = bound_of(problem.with_(profile=replace(profile, stages=key)))
+        found.append((known[key], choice))
     least = min(bound.value_ns for bound, _ in found)
     witness = {
         "rank": rank,
@@ -187,9 +199,9 @@ class _Ranking:
                 yield tuple(levels)
 
     def finalists(self) -> list[Assignment]:
-        """The best few, best first."""
+        """The best few, best first, none more than a fiftieth behind."""
         known = sorted((v, a) for a, v in self.values.items() if v is not None)
-        return [assignment for _, assignment in known[:_FINALISTS]]
+        return [assignment for value, assignment in known[:_FINALISTS] if value <= 1.02 * known[0][0]]
 
 
 class _Relay:
