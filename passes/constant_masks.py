@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from zbcompile.passes.aliasing import changed_arguments, is_random
 from zbcompile.passes.capture import Captured
 
-__all__ = ["fold_constant_masks"]
+__all__ = ["fold_constant_masks", "is_mask_of_transformers"]
 
 LARGEST = 1 << 28
 """Elements of the largest mask that is looked at."""
@@ -56,7 +56,7 @@ def _kind(mask: Node, captured: Captured) -> str | None:
     if not isinstance(value, Tensor) or value.dtype != torch.bool or value.numel() > LARGEST:
         return None
     cone = _cone(mask)
-    if not any(_ORIGIN in str(node.meta.get("source", "")).replace("\\", "/") for node in cone):
+    if not any(is_mask_of_transformers(node) for node in cone):
         return None
     if not all(_is_constant(node, captured) for node in cone):
         return None
@@ -69,6 +69,11 @@ def _kind(mask: Node, captured: Captured) -> str | None:
     rows, columns = found.shape[-2:]
     lower = torch.ones(rows, columns, dtype=torch.bool).tril_()
     return "causal" if rows == columns and bool((found == lower).all()) else None
+
+
+def is_mask_of_transformers(node: Node) -> bool:
+    """Whether transformers' masking code made this call."""
+    return _ORIGIN in str(node.meta.get("stack_trace") or "").replace("\\", "/")
 
 
 def _cone(mask: Node) -> list[Node]:

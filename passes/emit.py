@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
+from zbcompile.passes.places import with_place
 from zbcompile.passes.save_set import leaves
 
 __all__ = ["boxed"]
@@ -44,6 +45,7 @@ def boxed(
     for node in module.graph.nodes:
         if node in calls:
             values[node] = graph.node_copy(node, lambda n: values[n])
+            values[node].meta = with_place(node.meta)
     results = []
     for node in outputs:
         if node in copies:

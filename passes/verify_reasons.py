@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from zbcompile.passes.constant_masks import is_mask_of_transformers
 from zbcompile.passes.frontend import FrontEndResult
 
 __all__ = ["INDUCTOR", "MASK", "TIED", "UNNAMED", "reasons_of", "tolerance_of"]
@@ -59,7 +60,4 @@ def reasons_of(front: FrontEndResult) -> Callable[[str, str], str]:
 
 
 def _has_built_mask(front: FrontEndResult) -> bool:
-    return any(
-        "transformers/masking_utils.py" in str(node.meta.get("source", "")).replace("\\", "/")
-        for node in front.captured.module.graph.nodes
-    )
+    return any(is_mask_of_transformers(node) for node in front.captured.module.graph.nodes)
