@@ -317,6 +317,24 @@ def test_what_is_left_out_of_a_csv_is_said(capsys, tmp_path: Path) -> None:
     assert "left out 2 actions of sharded parameters, such as 0UNSHARD" in err
 
 
+def test_compare_shows_every_order_and_ours_at_equal_memory(capsys, profile_path: Path) -> None:
+    words = ("compare", profile_path, "--cap", "1p", "--microbatches", "6", "--time-limit", "1")
+    code, out, err = run(capsys, *words)
+    assert (code, err) == (0, "")
+    assert "shorter than 1F1B" in out.splitlines()[0]
+    for name in ("zbcompile", "1F1B", "GPipe", "ZB-H1", "ZB-H2"):
+        assert any(line.startswith(name + " ") for line in out.splitlines()), name
+    assert max(map(len, out.splitlines())) <= 110
+    code, out, _ = run(capsys, *words, "--json")
+    table = json.loads(out)
+    rows = {row["name"]: row for row in table["orders"]}
+    assert rows["zbcompile"]["fits"]
+    assert max(rows["zbcompile"]["peak_bytes"]) <= 3 * 2048
+    for row in rows.values():
+        assert row["bound_ns"] <= row["ours_ns"] <= row["span_ns"]
+    assert not rows["GPipe"]["fits"]
+
+
 def test_schemas_are_printed(capsys) -> None:
     code, out, _ = run(capsys, "schema")
     assert (code, out.split()) == (0, list(SCHEMAS))

@@ -130,12 +130,12 @@ def _check(commands: Commands) -> None:
 
 def _compare(commands: Commands) -> None:
     parser = _new(
-        commands, "compare", "zbcompile.cli_plan:compare", "every classic order and ours, at equal memory"
+        commands, "compare", "zbcompile.cli_compare:compare", "every classic order and ours, at equal memory"
     )
     parser.add_argument("profile", help="profile JSON, - for standard input")
     _problem_options(parser)
     parser.add_argument(
-        "--time-limit", type=_seconds, default=10.0, metavar="S", help="seconds for ours (10)"
+        "--time-limit", type=_seconds, default=2.0, metavar="S", help="seconds for every row (2)"
     )
     parser.add_argument("--seed", type=int, default=0, help="same seed, same bytes (0)")
     parser.add_argument("--json", action="store_true", help="the table as JSON")

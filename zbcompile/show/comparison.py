@@ -1,0 +1,79 @@
+"""The table of published orders beside ours, at equal memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from zbcompile.planner.compare import Comparison, verdict
+from zbcompile.show.units import format_bytes, percent, time_unit
+
+__all__ = ["comparison_json", "comparison_table"]
+
+
+def comparison_table(rows: Sequence[Comparison]) -> Group:
+    """What it comes to in one line, then a row per order; ``ours there`` is ours at that order's peaks."""
+    unit = time_unit(max(row.makespan_ns for row in rows))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("order")
+    table.add_column("placement")
+    for name in ("span", "makespan", "bubble", "peak"):
+        table.add_column(name, justify="right")
+    table.add_column("fits")
+    for name in ("ours there", "shorter", "gap left"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        saved = 1 - row.ours_ns / row.value_ns if row.value_ns else 0.0
+        table.add_row(
+            row.name,
+            row.placement,
+            unit.number(row.span_ns),
+            unit.number(row.makespan_ns),
+            percent(row.bubble),
+            format_bytes(max(row.peak_bytes)),
+            "yes" if row.fits else "no",
+            unit.number(row.ours_ns),
+            "" if row.is_ours else percent(saved),
+            _gap(row),
+            style=Style(bold=True) if row.is_ours else Style.null(),
+        )
+    objective = rows[0].objective
+    note = (
+        f"times in {unit.name}; bubble of the {objective}; peak of the fullest rank; fits: within the caps asked for\n"
+        f"ours there: our {objective} with every rank's cap at that order's peak; gap left: to what is proved possible"
+    )
+    return Group(Text(verdict(list(rows)), style="bold"), Text(), table, Text(), Text(note, style="dim"))
+
+
+def _gap(row: Comparison) -> str:
+    """What is not proved: rounded up, so that it never reads as less than it is."""
+    if row.ours_ns <= row.bound_ns:
+        return "proved"
+    hundredths = -(-10_000 * (row.ours_ns - row.bound_ns) // row.ours_ns)
+    return f"{hundredths // 100}.{hundredths % 100:02d} %"
+
+
+def comparison_json(rows: Sequence[Comparison]) -> dict[str, object]:
+    """The table as plain values: ns, bytes, fractions."""
+    return {
+        "objective": rows[0].objective,
+        "verdict": verdict(list(rows)),
+        "orders": [
+            {
+                "name": row.name,
+                "placement": row.placement,
+                "span_ns": row.span_ns,
+                "makespan_ns": row.makespan_ns,
+                "bubble": row.bubble,
+                "peak_bytes": list(row.peak_bytes),
+                "fits": row.fits,
+                "ours_ns": row.ours_ns,
+                "bound_ns": row.bound_ns,
+            }
+            for row in rows
+        ],
+    }
