@@ -19,7 +19,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Group:
     """What it comes to in one line, then a row per order; ``ours there`` is ours at that order's peaks."""
     unit = time_unit(max(row.makespan_ns for row in rows))
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column("order")
+    table.add_column("order", no_wrap=True, min_width=21)
     table.add_column("placement")
     for name in ("span", "makespan", "bubble", "peak"):
         table.add_column(name, justify="right")
@@ -43,8 +43,8 @@ def comparison_table(rows: Sequence[Comparison]) -> Group:
         )
     objective = rows[0].objective
     note = (
-        f"times in {unit.name}; bubble of the {objective}; peak of the fullest rank; fits: within the caps asked for\n"
-        f"ours there: our {objective} with every rank's cap at that order's peak; gap left: to what is proved possible"
+        f"times in {unit.name}; bubble of the {objective}; peak of the fullest rank; fits: under the caps given\n"
+        f"ours there: our {objective} with every rank's cap at that order's peak; gap left: to the proved bound"
     )
     return Group(Text(verdict(list(rows)), style="bold"), Text(), table, Text(), Text(note, style="dim"))
 
