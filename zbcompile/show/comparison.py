@@ -43,8 +43,8 @@ def comparison_table(rows: Sequence[Comparison]) -> Group:
         )
     objective = rows[0].objective
     note = (
-        f"times in {unit.name}; bubble of the {objective}; peak of the fullest rank; fits: under the caps given\n"
-        f"ours there: our {objective} with every rank's cap at that order's peak; gap left: to the proved bound"
+        f"times in {unit.name}; bubble of the {objective}; peak of the fullest rank; fits: under the caps\n"
+        f"ours there: our {objective}, every rank's cap at that order's peak; gap left: to the proved bound"
     )
     return Group(Text(verdict(list(rows)), style="bold"), Text(), table, Text(), Text(note, style="dim"))
 
