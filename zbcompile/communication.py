@@ -24,7 +24,7 @@ from zbcompile.events import Message, messages_of
 from zbcompile.ir import Action, Kind, Schedule
 from zbcompile.problem import Problem
 
-__all__ = ["RECEIVE_DEPTH", "insert_communication"]
+__all__ = ["RECEIVE_DEPTH", "insert_communication", "post_slots"]
 
 RECEIVE_DEPTH = 2
 """Receives posted ahead per channel. Two cost no time against unbounded buffers (docs/runtime.md)."""
@@ -56,7 +56,7 @@ def insert_communication(schedule: Schedule, problem: Problem, depth: int = RECE
     for (_, target), sent in sorted(channels.items()):
         ordered = [m for _, m in sorted(sent, key=lambda item: (item[0], item[1].target))]
         lead = 0 if problem.transport == "batched" else depth
-        for slot, message in zip(_post_slots([users[m] for m in ordered], lead), ordered, strict=True):
+        for slot, message in zip(post_slots([users[m] for m in ordered], lead), ordered, strict=True):
             receives[target].setdefault(slot, []).append(message.recv)
     order = []
     for rank, row in enumerate(schedule.order):
@@ -90,7 +90,7 @@ def _before_weights(row: Sequence[Action], position: int) -> int:
     return position
 
 
-def _post_slots(uses: Sequence[int], depth: int) -> list[int]:
+def post_slots(uses: Sequence[int], depth: int) -> list[int]:
     """For each message of a channel, before which compute position its receive is posted.
 
     ``uses[k]`` is the position that needs message k. Slots never decrease, and none is after the

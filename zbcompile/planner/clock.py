@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zbcompile.communication import RECEIVE_DEPTH, _post_slots
+from zbcompile.communication import RECEIVE_DEPTH, post_slots
 from zbcompile.planner.flat import Codes, F, Flat, W
 from zbcompile.problem import Problem
 
@@ -169,7 +169,7 @@ class _Run:
             return
         depth = 0 if self.transport == "batched" else RECEIVE_DEPTH
         for (_, there), channel in sorted(channels.items()):
-            slots = _post_slots([use for _, use in channel], depth)
+            slots = post_slots([use for _, use in channel], depth)
             for (message, _), slot in zip(channel, slots, strict=True):
                 self.posts[there].setdefault(slot, []).append(message)
 

@@ -36,7 +36,7 @@ class Recipe:
     budget: tuple[int, ...]
 
 
-class _Run:
+class ListRun:
     """The state of one run: clocks, counters and what has become ready."""
 
     def __init__(self, flat: Flat, recipe: Recipe) -> None:
@@ -147,7 +147,7 @@ class _Run:
 
 def list_schedule(flat: Flat, recipe: Recipe) -> Codes | None:
     """Run the list scheduler once. ``None`` when the recipe cannot finish under the rooms."""
-    return _Run(flat, recipe).run()
+    return ListRun(flat, recipe).run()
 
 
 def standard_limits(flat: Flat, round_trips: Sequence[int]) -> list[tuple[int, ...]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zbcompile.planner.flat import BW, B, Codes, F, Flat, W
-from zbcompile.planner.greedy import Recipe, _Run
+from zbcompile.planner.greedy import ListRun, Recipe
 from zbcompile.planner.paths import Paths
 
 __all__ = ["Pattern", "alternate", "fused_list_schedule", "patterns", "window_choices"]
@@ -108,7 +108,7 @@ def alternate(
     return row
 
 
-class _FusedRun(_Run):
+class _FusedRun(ListRun):
     """The list scheduler with given backwards fused. ``done[W]`` counts fused ones as well."""
 
     def __init__(self, flat: Flat, recipe: Recipe, windows: Windows) -> None:
