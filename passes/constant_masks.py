@@ -12,6 +12,7 @@ the batch (padding) or that another library wrote stays as it is.
 from __future__ import annotations
 
 import operator
+import re
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ __all__ = ["fold_constant_masks", "is_mask_of_transformers"]
 
 LARGEST = 1 << 28
 """Elements of the largest mask that is looked at."""
-_ORIGIN = "transformers/masking_utils.py"
+_ORIGIN = re.compile(r"transformers/(masking_utils\.py|.*\n.*\b(create_\w*mask\w*|mask_function)\()")
+"""A stack through transformers' masking code; traced nodes keep the frames of modules, which call it."""
 _GQA_WIDTH = 256
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
@@ -73,7 +75,7 @@ def _kind(mask: Node, captured: Captured) -> str | None:
 
 def is_mask_of_transformers(node: Node) -> bool:
     """Whether transformers' masking code made this call."""
-    return _ORIGIN in str(node.meta.get("stack_trace") or "").replace("\\", "/")
+    return bool(_ORIGIN.search(str(node.meta.get("stack_trace") or "").replace("\\", "/")))
 
 
 def _cone(mask: Node) -> list[Node]:

@@ -43,16 +43,19 @@ def batch(**extra: Any) -> dict[str, Any]:
 
 
 def test_a_causal_mask_becomes_is_causal_and_keys_are_not_repeated() -> None:
-    captured = capture(llama(), (), batch())
-    fold_constant_masks(captured)
+    """Without a cache transformers looks for packed sequences and builds the mask under any tracing."""
+    captured = capture(llama(), (), batch(use_cache=False))
+    assert all(mask is not None for mask, _, _ in attention_calls(captured))
+    assert fold_constant_masks(captured) == 2
     assert attention_calls(captured) == [(None, True, True)] * 2
     assert not any(str(node.target).startswith("aten.repeat") for node in captured.module.graph.nodes)
 
 
 def test_grouped_queries_are_right_to_the_bit() -> None:
     model = llama()
-    front = build_stages(model, 2, (), batch())
-    assert verify(model, front, (), batch()).exact
+    call = batch(use_cache=False)
+    front = build_stages(model, 2, (), call)
+    assert verify(model, front, (), call).exact
 
 
 def test_a_mask_that_depends_on_the_batch_stays() -> None:
