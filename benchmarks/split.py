@@ -3,8 +3,10 @@
     python benchmarks/split.py [--hidden 512] [--rounds 15] [--backend inductor] [--json FILE]
 
 One run measures everything side by side: in each round every way runs once, in an order that rotates,
-and its time is divided by that of plain autograd in the same round; the table gives the median. Bytes
-held are those the C allocator counts as in use (glibc), not a prediction; the prediction stands beside.
+and its processor time is divided by that of plain autograd in the same round; the table gives the median
+(processor time of one thread, so that other work on the machine does not count). Bytes held: what the C
+allocator counts as in use (glibc), with the prediction beside it, in units of one
+(length x batch x hidden) tensor per layer.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,12 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.stage_cases import CASES, LAYERS, StageCase
-from zbcompile.passes.frontend import build_stages
-from zbcompile.passes.stage_graphs import StageGraphs
+from zbcompile.passes.backends import compile_graph
+from zbcompile.passes.capture import capture
+from zbcompile.passes.constant_masks import fold_constant_masks
+from zbcompile.passes.partition import partition
+from zbcompile.passes.split_backward import split_backward
+from zbcompile.passes.stage_graphs import Graphs, StageGraphs
 
 Phases = Iterator[None]
 """A way to run the stage once: a generator that pauses after F, after B and after W."""
@@ -49,10 +55,11 @@ class Way:
 
 
 class _Mallinfo(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
-    ]
+    """glibc's struct mallinfo2: ten counters."""
+
+    _fields_ = [(f"counter_{i}", ctypes.c_size_t) for i in range(10)]
+    in_mapped = property(lambda self: self.counter_4)
+    in_arenas = property(lambda self: self.counter_7)
 
 
 def bytes_in_use() -> int:
@@ -60,7 +67,7 @@ def bytes_in_use() -> int:
     library = ctypes.CDLL(None)
     library.mallinfo2.restype = _Mallinfo
     info = library.mallinfo2()
-    return int(info.uordblks + info.hblkhd)
+    return int(info.in_arenas + info.in_mapped)
 
 
 def eager(stage: nn.Module) -> Way:
@@ -99,7 +106,7 @@ def torch_split(stage: nn.Module) -> Way:
     return Way("torch's split", run)
 
 
-def ours(name: str, stage: StageGraphs, state: dict[str, Tensor], *, fused: bool = False) -> Way:
+def ours(name: str, stage: StageGraphs, state: Mapping[str, Tensor], *, fused: bool = False) -> Way:
     """The stage's graphs: F, then B and W or the fused BW."""
 
     def run(x: list[Tensor], gy: list[Tensor]) -> Phases:
@@ -122,7 +129,7 @@ def ours(name: str, stage: StageGraphs, state: dict[str, Tensor], *, fused: bool
 
 def measure_held(way: Way, shape: Sequence[int], parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
     """Bytes in use after F and after B above those before, without parameters and their gradients."""
-    for repeat in range(2):
+    for _ in range(2):
         for parameter in parameters:
             parameter.grad = None
         gc.collect()
@@ -174,29 +181,21 @@ def ways_of(case: StageCase, backends: Sequence[str], price: float) -> tuple[lis
     torch.manual_seed(0)
     model = case.build(case.hidden)
     blocks = case.blocks(model)
-    args, kwargs = case.example()
-    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    captured = capture(model, *case.example())
+    fold_constant_masks(captured)
+    sources = partition(captured, 3, split_points=case.split_points)
     ways = [eager(blocks), torch_split(blocks)]
     for backend in backends:
         for recompute in ("none", price, "min_memory"):
-            built = build_stages(
-                model,
-                3,
-                args,
-                kwargs,
-                split_points=case.split_points,
-                recompute=recompute,
-                **_backend(backend),
-            )
+            stage = split_backward(captured, sources, recompute=recompute, backend=backend)[1]
+            if backend == "inductor":
+                calls = [compile_graph(stage, name) for name in Graphs.__slots__[:3]]
+                stage = replace(stage, calls=(*calls, stage.calls[3]))
             label = f"{recompute:.0e} B/s" if isinstance(recompute, float) else recompute
-            ways.append(ours(f"{backend}, recompute {label}", built.stages[1], state))
-            if recompute == "none":
-                ways.append(ours(f"{backend}, fused BW", built.stages[1], state, fused=True))
+            ways.append(ours(f"{backend}, recompute {label}", stage, captured.state))
+            if recompute == "none" and backend == "eager":
+                ways.append(ours(f"{backend}, fused BW", stage, captured.state, fused=True))
     return ways, list(blocks.parameters())
-
-
-def _backend(name: str) -> dict[str, Any]:
-    return {} if name == "eager" else {"backend": name}
 
 
 def rows_of(case: StageCase, ways: Sequence[Way]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from zbcompile.passes import torch_private
 from zbcompile.passes.op_costs import seconds
 from zbcompile.passes.stage_graphs import Graphs, StageGraphs
 
-__all__ = ["BACKENDS", "check_backend", "recompute_seconds", "with_backend"]
+__all__ = ["BACKENDS", "check_backend", "compile_graph", "recompute_seconds", "with_backend"]
 
 BACKENDS = ("eager", "inductor")
 FUSED_SHARE = 0.1
@@ -54,12 +54,13 @@ def with_backend(stages: Sequence[StageGraphs], backend: str) -> tuple[StageGrap
     for stage in stages:
         key = id(stage.graphs.forward)
         if key not in compiled:
-            compiled[key] = tuple(_compile(stage, name) for name in Graphs.__slots__)
+            compiled[key] = tuple(compile_graph(stage, name) for name in Graphs.__slots__)
         made.append(replace(stage, calls=compiled[key]))
     return tuple(made)
 
 
-def _compile(stage: StageGraphs, name: str) -> Callable[[list[Any]], Any]:
+def compile_graph(stage: StageGraphs, name: str) -> Callable[[list[Any]], Any]:
+    """One graph of a stage (named as in `Graphs`) compiled by inductor; raises SplitError."""
     module: GraphModule = getattr(stage.graphs, name)
     if not any(node.op == "call_function" for node in module.graph.nodes):
         return module.forward
