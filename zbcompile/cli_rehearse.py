@@ -11,13 +11,11 @@ from zbcompile import driver
 from zbcompile.cli_input import load_scheduled
 from zbcompile.driver import Options
 from zbcompile.errors import UsageError
-from zbcompile.formats import measured_json, profile_json, schedule_json
+from zbcompile.formats import measured_json, profile_json
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.files import write_text
 from zbcompile.formats.schedule_json import ScheduleFile
-from zbcompile.runtime.group import PipelineGroup
-from zbcompile.runtime.launch import spawn
-from zbcompile.runtime.rehearse import Rehearsal, rehearse_rank
+from zbcompile.runtime.rehearse import Rehearsal
 from zbcompile.show.units import format_bytes, time_unit
 from zbcompile.solution import Solution
 
@@ -32,21 +30,10 @@ def rehearse(arguments: argparse.Namespace) -> int:
     if file.problem is None:
         raise UsageError("the schedule carries no profile to sleep by", fix="give --profile PROFILE.json")
     solution = _solution(file)
-    group = PipelineGroup.present(None, _STALL_S)
-    text = schedule_json.dumps(solution)
-    if group is not None:
-        group.require_size(solution.problem.num_ranks)
-        found = _part(group, text, arguments.steps)
-        if group.rank != 0:
-            return 0
-    else:
-        planned = solution.certificate.value_ns / 1e9
-        found = spawn(
-            _child,
-            solution.problem.num_ranks,
-            (text, arguments.steps),
-            timeout_s=120 + 10 * arguments.steps * planned,
-        )[0]
+    timeout_s = 120 + 10 * arguments.steps * solution.certificate.value_ns / 1e9
+    found = driver.rehearse(solution, steps=arguments.steps, stall_limit_s=_STALL_S, timeout_s=timeout_s)
+    if found is None:
+        return 0
     if arguments.measured is not None:
         write_text(arguments.measured, measured_json.dumps(found.measured))
     if arguments.calibrated is not None:
@@ -74,20 +61,6 @@ def _solution(file: ScheduleFile) -> Solution:
         problem.transport,
     )
     return driver.rated(file.schedule, problem.profile, options)
-
-
-def _child(rank: int, text: str, steps: int) -> Rehearsal:
-    group = PipelineGroup.present(None, _STALL_S)
-    assert group is not None
-    assert group.rank == rank
-    return _part(group, text, steps)
-
-
-def _part(group: PipelineGroup, text: str, steps: int) -> Rehearsal:
-    plan = driver.lower(schedule_json.loads(text).solution())
-    return rehearse_rank(
-        group, plan.schedule, plan.problem, plan.texts[group.rank], steps=steps, stall_limit_s=_STALL_S
-    )
 
 
 def _figures(found: Rehearsal) -> dict[str, object]:
