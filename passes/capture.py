@@ -21,6 +21,7 @@ from zbcompile.errors import CaptureError, UsageError
 from zbcompile.passes import torch_private
 from zbcompile.passes.aliasing import StorageGroups, viewed_arguments
 from zbcompile.passes.capture_errors import explain, is_own_file, is_torch_file, refuse_wrappers
+from zbcompile.passes.collection import collection_paused
 from zbcompile.passes.custom_functions import FunctionCall, intercepted
 from zbcompile.passes.stand_ins import stand_ins
 from zbcompile.passes.values import Spec, flatten, unflatten
@@ -91,6 +92,7 @@ class _Whole(nn.Module):
     ) -> None:
         super().__init__()
         self.mode = mode
+        self.eager = True
         self.model = model
         self.training = model.training
         self.loss_fn = loss_fn
@@ -104,7 +106,7 @@ class _Whole(nn.Module):
     def _forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         args, kwargs, target = unflatten(self.spec, tensors)
         before = torch_private.assigned_buffers(self.model)
-        with torch_private.as_in_eager():
+        with torch_private.as_in_eager() if self.eager else contextlib.nullcontext():
             value = self.model(*args, **kwargs)
         _as_changes(before, self.model)
         loss = None if self.loss_fn is None else self.loss_fn(value, target)
@@ -140,7 +142,11 @@ def capture(
     if not tensors:
         raise UsageError("the example holds no tensor", fix="give example args or kwargs with a tensor")
     record = _Record()
-    with intercepted() as functions, stand_ins(model, tensors, device) as (examples, mode):
+    with (
+        intercepted() as functions,
+        stand_ins(model, tensors, device) as (examples, mode),
+        collection_paused(),
+    ):
         program = _export(_Whole(model, loss_fn, spec, record, mode), examples, model)
     if record.spec is None:
         raise CaptureError(f"the forward of {type(model).__name__} did not return")
@@ -181,12 +187,18 @@ def _own_loss(value: Any) -> Any:
 
 
 def _export(whole: _Whole, tensors: list[Tensor], model: nn.Module) -> Any:
-    detached = [tensor.detach() for tensor in tensors]
+    """Export the path that the model takes in eager; if that one cannot be exported, the path that it
+    keeps for export. The first failure is the one to tell."""
+    detached = tuple(tensor.detach() for tensor in tensors)
     with torch.random.fork_rng(devices=[]), torch_private.quiet():
         try:
-            return torch.export.export(whole, tuple(detached), strict=False)
+            return torch.export.export(whole, detached, strict=False)
         except Exception as error:
-            raise explain(model, error) from error
+            whole.eager = False
+            try:
+                return torch.export.export(whole, detached, strict=False)
+            except Exception:
+                raise explain(model, error) from error
 
 
 def _canonical(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -20,6 +20,7 @@ from zbcompile.passes import torch_private
 from zbcompile.passes.aliasing import is_random, viewed_arguments
 from zbcompile.passes.backends import recompute_seconds
 from zbcompile.passes.capture import Captured
+from zbcompile.passes.collection import collection_paused
 from zbcompile.passes.emit import boxed
 from zbcompile.passes.joint_rewrites import rewrite, storage_root
 from zbcompile.passes.op_costs import is_heavy
@@ -172,7 +173,7 @@ def _trace(
     replay = Replay(source.module, captured.functions, live)
     replay.train()
     try:
-        with torch_private.preserve_node_meta():
+        with torch_private.preserve_node_meta(), collection_paused():
             joint = torch_private.joint_graph(replay, arguments)
     except torch_private.ChangeCarriesGradient as error:
         position = error.args[0]
