@@ -22,7 +22,7 @@ from zbcompile.planner.patterns import Pattern, fused_list_schedule, patterns, w
 from zbcompile.planner.search import Effort, pattern_orders
 from zbcompile.planner.state import Best
 
-__all__ = ["fuse_range", "improve_fusing", "matters", "split_range"]
+__all__ = ["fuse_range", "fusing_tries", "improve_fusing", "matters", "split_range"]
 
 
 Row = list[tuple[int, int]]
@@ -79,6 +79,11 @@ def split_range(row: Row, stage: int, low: int, high: int, later: int) -> Row:
             number += 1
         result.append((kind, s))
     return result + [(W, stage)] * len(due)
+
+
+def fusing_tries(actions: int) -> int:
+    """Tries for a step of so many actions that take a few seconds, so that the count ends the search."""
+    return max(200, min(1500, 400_000 // max(1, actions)))
 
 
 def improve_fusing(

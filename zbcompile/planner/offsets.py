@@ -1,9 +1,9 @@
 """Offset keys: the periodic pattern of an order in a few numbers, for several stages per rank.
 
-Every action of microbatch i has the key offset + i * T. The offset of F(s) grows along the stages by
-one step per stage, the step depending on the wave (a wave is one run over the ranks), plus a gap
-at each turn to the next wave; the offsets of B go on from there, back along the stages. Steps are
-in sixths of the period, as in the building blocks of arXiv 2405.15362.
+Every action of microbatch i has the key offset + i * T, T = 3 v slots with v stages on a rank. The
+offset of F(s) grows along the stages by one step per stage, the step depending on the wave (a wave
+is one run over the ranks), plus a gap at each turn to the next wave; the offsets of B go on from
+there, back along the stages. Steps are in slots, as in the building blocks of arXiv 2405.15362.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ __all__ = ["Pattern", "mutate", "waves_of"]
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Steps and gaps of one pattern, in sixths of the period.
+    """Steps and gaps of one pattern, in slots.
 
     forward, backward : step per wave, in the order in which the wave is run. gaps : before the
     second wave of F's, ..., before the first B, before the second wave of B's, ...
     weight : how much later than its B a W is due. extra : microbatches in flight beyond the pattern's.
-    share : hundredths of a W that a gap must last for a W to fill it.
+    share : hundredths of a W that a gap must last for a W to fill it. period : slots from one
+    microbatch to the next, 0 for 3 v.
     """
 
     forward: tuple[int, ...]
@@ -32,9 +33,10 @@ class Pattern:
     weight: int = 1
     extra: int = 0
     share: int = 100
+    period: int = 0
 
     def offsets(self, waves: list[list[int]]) -> tuple[dict[int, int], dict[int, int]]:
-        """Offsets of F and of B per stage, in sixths of the period."""
+        """Offsets of F and of B per stage, in slots."""
         forward: dict[int, int] = {}
         backward: dict[int, int] = {}
         at, gaps = 0, list(self.gaps)
@@ -54,11 +56,12 @@ class Pattern:
         """(key per action, in-flight limit per stage) for `Dispatcher.run`."""
         forward, backward = self.offsets(waves_of(flat))
         S, m = flat.num_stages, flat.num_microbatches
+        period = self.period or 3 * -(-S // flat.num_ranks)
         keys: list[int] = []
         for side, late in ((forward, 0), (backward, 0), (backward, self.weight)):
             for s in range(S):
-                keys.extend(100 * (side[s] + late + 6 * i) + (1 if late else 0) for i in range(m))
-        flying = [max(1, (backward[s] - forward[s]) // 6 + 1 + self.extra) for s in range(S)]
+                keys.extend(100 * (side[s] + late + period * i) + (1 if late else 0) for i in range(m))
+        flying = [max(1, (backward[s] - forward[s]) // period + 1 + self.extra) for s in range(S)]
         return keys, flying
 
 
@@ -108,4 +111,4 @@ def mutate(pattern: Pattern, rng: random.Random) -> Pattern:
             extra = max(0, extra + rng.choice((-1, 1, 1, 2)))
         else:
             share = rng.choice((0, 25, 50, 75, 100, 125, 150))
-    return Pattern(tuple(forward), tuple(backward), tuple(gaps), weight, extra, share)
+    return Pattern(tuple(forward), tuple(backward), tuple(gaps), weight, extra, share, pattern.period)

@@ -146,13 +146,13 @@ def fused_list_schedule(flat: Flat, recipe: Recipe, windows: Windows) -> Codes |
 
 
 def window_choices(flat: Flat) -> list[Windows]:
-    """Split windows to try: never, all, all but rank 0, the rule of thumb and wider or narrower ones."""
+    """Split windows to try: the rule of thumb, never, all, all but rank 0, and wider or narrower rules."""
     p, m = flat.num_ranks, flat.num_microbatches
     made: list[list[tuple[int, int]]] = [
+        [(d, p - d) if d else (0, 0) for d in range(p)],
         [(0, 0)] * p,
         [(m, m)] * p,
         [(m, m) if d else (0, 0) for d in range(p)],
-        [(d, p - d) if d else (0, 0) for d in range(p)],
         [(0, p - d) if d else (0, 0) for d in range(p)],
         [(d, 1) if d else (0, 0) for d in range(p)],
         [(2 * d, 2 * (p - d)) if d else (0, 0) for d in range(p)],

@@ -9,10 +9,10 @@ from zbcompile.errors import UsageError
 from zbcompile.planner.anneal import Annealer
 from zbcompile.planner.bounds import best_bound
 from zbcompile.planner.flat import check_caps
-from zbcompile.planner.fuse import improve_fusing
+from zbcompile.planner.fuse import fusing_tries, improve_fusing
 from zbcompile.planner.holding import holding_bound
-from zbcompile.planner.proofs import EXACT_ACTIONS, prove_crossing, prove_exact
-from zbcompile.planner.search import Effort, improve, pattern_orders
+from zbcompile.planner.proofs import EXACT_ACTIONS, crossing_applies, prove_crossing, prove_exact
+from zbcompile.planner.search import Effort, Search, improve, pattern_orders
 from zbcompile.planner.seeds import try_classic, try_list_schedules
 from zbcompile.planner.state import Best, Progress
 from zbcompile.planner.stretch import stretch
@@ -63,17 +63,21 @@ def plan(
     holding = holding_bound(problem)
     if holding is not None:
         best.raise_bound(holding)
+    actions = 3 * best.flat.num_stages * best.flat.num_microbatches
+    level = max(1, round(time_limit_s / 10))
     try:
         try_classic(best)
-        try_list_schedules(best, tries=60, seed=seed)
+        tries = max(60, min(300, 150_000 // actions)) if problem.transport == "async" else 12
+        try_list_schedules(best, tries=tries, seed=seed)
         if fuse == "auto":
-            improve_fusing(best, seed=seed, share=0.3 if problem.transport == "async" else 0.9)
-        if 3 * best.flat.num_stages * best.flat.num_microbatches <= EXACT_ACTIONS // 2:
+            share = 0.3 if problem.transport == "async" else 0.9
+            improve_fusing(best, tries=fusing_tries(actions) * level, seed=seed, share=share)
+        if actions <= EXACT_ACTIONS // 2:
             prove_exact(best, seed, time_limit_s / 4)
-        search(best, seed, level=max(1, round(time_limit_s / 10)))
+        search(best, seed, time_limit_s)
         if fuse == "auto" and problem.transport == "async":
-            improve_fusing(best, tries=300, seed=seed, share=0.3, whole=False)
-        prove_crossing(best, seed, time_limit_s / 2)
+            tries = fusing_tries(actions) * level // 3
+            improve_fusing(best, tries=tries, seed=seed, share=0.3, whole=False)
         prove_exact(best, seed, time_limit_s)
     except KeyboardInterrupt:
         best.report("interrupted")
@@ -91,16 +95,22 @@ def quick_value(problem: Problem, seed: int) -> int | None:
     return best.value
 
 
-def search(best: Best, seed: int, level: int) -> None:
-    """Anneal beyond the first orders; long problems of several stages per rank are first planned short."""
+def search(best: Best, seed: int, time_limit_s: float) -> None:
+    """Search beyond the first orders, with the crossing bound in between where it may end the search.
+
+    Long problems with several stages per rank are planned short first.
+    """
     flat = best.flat
     if best.done or best.problem.transport != "async":
         return
     actions = 3 * flat.num_stages * flat.num_microbatches
-    effort = Effort.of(flat, level)
     if actions > _LONG and any(len(stages) > 1 for stages in flat.stages_of):
         _plan_short(best, seed)
-    improve(best, [codes for _, codes in best.pool], effort, seed)
+    run = Search(best, Effort.of(flat, max(1, round(time_limit_s / 10))), seed)
+    run.start([codes for _, codes in best.pool])
+    prove_crossing(best, seed, time_limit_s / 4)
+    run.anneal(reserve_s=0.4 * time_limit_s if crossing_applies(best) else 0.0)
+    prove_crossing(best, seed, time_limit_s)
 
 
 def _plan_short(best: Best, seed: int) -> None:

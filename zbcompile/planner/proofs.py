@@ -9,7 +9,7 @@ from zbcompile.planner.flat import BW
 from zbcompile.planner.paths import Paths
 from zbcompile.planner.state import Best
 
-__all__ = ["EXACT_ACTIONS", "prove_crossing", "prove_exact"]
+__all__ = ["EXACT_ACTIONS", "crossing_applies", "prove_crossing", "prove_exact"]
 
 EXACT_ACTIONS = 400
 """Most actions for which the exact model is worth building."""
@@ -46,12 +46,20 @@ def prove_exact(best: Best, seed: int, time_limit_s: float) -> None:
         best.raise_bound(Bound(result.bound_ns, "cp_sat", flat.objective, witness))
 
 
+def crossing_applies(best: Best) -> bool:
+    """One stage per rank, not too many microbatches, and less memory than the round trip could use."""
+    flat = best.flat
+    return (
+        is_chain(flat)
+        and flat.num_microbatches <= CROSSING_MICROBATCHES
+        and min(flat.room[r] // max(1, flat.saved[r]) for r in range(flat.num_ranks)) < flat.num_ranks
+    )
+
+
 def prove_crossing(best: Best, seed: int, time_limit_s: float, finest: int = 48) -> None:
     """Raise the bound by the crossing model of single ranks, on grids from coarse to fine."""
     flat = best.flat.relaxed()
-    if best.done or best.value is None or not is_chain(flat):
-        return
-    if flat.num_microbatches > CROSSING_MICROBATCHES:
+    if best.done or best.value is None or not crossing_applies(best):
         return
     paths = Paths.of(flat)
     end = best.seconds_left - min(time_limit_s, best.seconds_left)

@@ -6,7 +6,7 @@ Everything is counted in tries, so that a seed decides the result; the time limi
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbcompile.planner.anneal import Annealer
 from zbcompile.planner.blocks import block_order
@@ -15,7 +15,7 @@ from zbcompile.planner.flat import Codes, Flat
 from zbcompile.planner.offsets import Pattern, mutate, standard_patterns, waves_of
 from zbcompile.planner.state import Best
 
-__all__ = ["Effort", "block_orders", "dispatched_orders", "improve", "pattern_orders"]
+__all__ = ["Effort", "Search", "block_orders", "dispatched_orders", "improve", "pattern_orders"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Effort:
     """
 
     blocks: int = 40
-    dispatches: int = 500
+    dispatches: int = 400
     tries: int = 40_000
 
     @staticmethod
@@ -36,7 +36,7 @@ class Effort:
         actions = 3 * flat.num_stages * flat.num_microbatches
         scale = min(1.0, 1200 / actions)
         return Effort(
-            max(15, int(40 * scale)), max(60, int(500 * scale)), max(500, int(40_000 * scale * level))
+            max(15, int(40 * scale)), max(60, int(400 * scale)), max(500, int(40_000 * scale * level))
         )
 
 
@@ -61,14 +61,17 @@ def block_orders(flat: Flat, annealer: Annealer, tries: int, rng: random.Random)
     return [(value, score, codes) for value, score, _, codes in pool[:2]]
 
 
-def dispatched_orders(flat: Flat, annealer: Annealer, tries: int, rng: random.Random) -> list[Scored]:
+def dispatched_orders(
+    flat: Flat, annealer: Annealer, dispatcher: Dispatcher, tries: int, period: int, rng: random.Random
+) -> list[Scored]:
     """The two best orders of `tries` recipes decoded by keyed dispatch.
 
     A recipe is a pattern and the most microbatches in flight per stage; both are changed, since
     under a tight cap the limits decide more than the pattern.
     """
-    standard = standard_patterns(len(waves_of(flat)), flat.num_ranks)
-    dispatcher = Dispatcher(flat)
+    standard = [
+        replace(pattern, period=period) for pattern in standard_patterns(len(waves_of(flat)), flat.num_ranks)
+    ]
     pool: list[tuple[int, int, Pattern, list[int], Codes]] = []
     for k in range(tries):
         turn, first = divmod(k, len(standard))
@@ -95,45 +98,72 @@ def dispatched_orders(flat: Flat, annealer: Annealer, tries: int, rng: random.Ra
 
 def pattern_orders(best: Best, annealer: Annealer, effort: Effort, rng: random.Random) -> list[Scored]:
     """Orders from patterns by both decoders, as far as the time goes."""
-    found = [] if best.seconds_left <= 0 else block_orders(best.flat, annealer, effort.blocks, rng)
-    if best.seconds_left > 0:
-        found += dispatched_orders(best.flat, annealer, effort.dispatches, rng)
+    found: list[Scored] = []
+    several = any(len(stages) > 1 for stages in best.flat.stages_of)
+    if several and best.seconds_left > 0:
+        found = block_orders(best.flat, annealer, effort.blocks, rng)
+    dispatcher, slots = Dispatcher(best.flat), 3 * -(-best.flat.num_stages // best.flat.num_ranks)
+    for period in (slots, slots + 3) if several else (slots, 2 * slots):
+        if best.seconds_left > 0:
+            found += dispatched_orders(best.flat, annealer, dispatcher, effort.dispatches, period, rng)
     return found
 
 
-def improve(best: Best, seeds: list[Codes], effort: Effort, seed: int) -> None:
-    """Anneal the given orders and those of patterns; the better third goes on, with three times the tries."""
-    flat, rng = best.flat, random.Random(seed)
-    if best.done:
-        return
-    annealer = Annealer(flat)
-    pool = _distinct(_scored(annealer, seeds))[:4]
-    if any(len(stages) > 1 for stages in flat.stages_of):
-        pool = _distinct([*pool, *pattern_orders(best, annealer, effort, rng)])
-        for _, _, codes in pool:
-            best.offer(codes, "pattern")
-    tries, turn = effort.tries, 0
-    while pool and not best.done:
-        following: list[Scored] = []
-        for _, _, codes in pool:
-            turn += 1
-            improved = annealer.run(
-                codes,
-                tries,
-                seed=seed * 1000 + turn,
-                heat=_HEATS[turn % len(_HEATS)],
-                goal=best.bound.value_ns,
-                stop=lambda: best.seconds_left <= 0,
-            )
-            following.extend(_scored(annealer, [improved]))
-            best.offer(improved, "search")
-            best.report("search")
-            if best.done:
+class Search:
+    """The two halves of a search: `start` collects orders, `anneal` improves them by halving."""
+
+    def __init__(self, best: Best, effort: Effort, seed: int) -> None:
+        self.best, self.effort, self.seed = best, effort, seed
+        self.annealer = Annealer(best.flat)
+        self.pool: list[Scored] = []
+
+    def start(self, seeds: list[Codes]) -> None:
+        """Take the best of the orders given and of those that patterns make."""
+        found = _distinct(_scored(self.annealer, seeds))[:4]
+        found += pattern_orders(self.best, self.annealer, self.effort, random.Random(self.seed))
+        self.pool = _distinct(found)
+        for _, _, codes in self.pool:
+            self.best.offer(codes, "pattern")
+
+    def anneal(self, reserve_s: float = 0.0) -> None:
+        """Anneal every order; the better third goes on with three times the tries, until one is left.
+
+        reserve_s : seconds of the limit to leave for what comes after.
+        """
+        best, pool, tries, turn = self.best, self.pool, self.effort.tries, 0
+
+        def over() -> bool:
+            return best.seconds_left <= reserve_s
+
+        while pool and not best.done and not over():
+            following: list[Scored] = []
+            for _, _, codes in pool:
+                turn += 1
+                improved = self.annealer.run(
+                    codes,
+                    tries,
+                    seed=self.seed * 1000 + turn,
+                    heat=_HEATS[turn % len(_HEATS)],
+                    goal=best.bound.value_ns,
+                    stop=over,
+                )
+                following.extend(_scored(self.annealer, [improved]))
+                best.offer(improved, "search")
+                best.report("search")
+                if best.done:
+                    return
+            if len(pool) == 1:
                 return
-        if len(pool) == 1:
-            return
-        pool = _distinct(following)[: max(1, len(pool) // 3)]
-        tries *= 3
+            pool = _distinct(following)[: max(1, len(pool) // 3)]
+            tries *= 3
+
+
+def improve(best: Best, seeds: list[Codes], effort: Effort, seed: int) -> None:
+    """Both halves of a `Search` in a row."""
+    if not best.done:
+        search = Search(best, effort, seed)
+        search.start(seeds)
+        search.anneal()
 
 
 def _scored(annealer: Annealer, orders: list[Codes]) -> list[Scored]:
