@@ -12,7 +12,6 @@ allocator counts as in use (glibc), with the prediction beside it, in units of o
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import os
@@ -31,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.allocator import bytes_in_use
 from benchmarks.stage_cases import CASES, LAYERS, StageCase
 from zbcompile.passes.backends import compile_graph
 from zbcompile.passes.capture import capture
@@ -52,22 +52,6 @@ class Way:
     predicted: tuple[int, int] | None = None
     held: tuple[int, int] = (0, 0)
     seconds: list[tuple[float, ...]] = field(default_factory=list)
-
-
-class _Mallinfo(ctypes.Structure):
-    """glibc's struct mallinfo2: ten counters."""
-
-    _fields_ = [(f"counter_{i}", ctypes.c_size_t) for i in range(10)]
-    in_mapped = property(lambda self: self.counter_4)
-    in_arenas = property(lambda self: self.counter_7)
-
-
-def bytes_in_use() -> int:
-    """Bytes that the C allocator has handed out and not got back (glibc 2.33 or later)."""
-    library = ctypes.CDLL(None)
-    library.mallinfo2.restype = _Mallinfo
-    info = library.mallinfo2()
-    return int(info.in_arenas + info.in_mapped)
 
 
 def eager(stage: nn.Module) -> Way:
