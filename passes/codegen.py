@@ -2,7 +2,8 @@
 
 ``Schedule with communication --> tuple of texts``. Contract in: `zbcompile.check` has passed. Contract out:
 the program of rank r does the actions of ``schedule.order[r]`` in that order and nothing else, then waits for
-its sends and reduces its gradients. The longest stretch that repeats with microbatches moved on becomes a loop::
+its sends and reduces its gradients. The longest stretch that repeats with microbatches moved on becomes a
+loop::
 
     1F0 1B0 1W0 1F1 1B1 1W1 1F2 ...   -->   for i in range(3): forward(1, i); backward_input(1, i); ...
 

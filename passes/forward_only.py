@@ -49,9 +49,18 @@ class ForwardStage:
 
     def run_backward_input(self, saved: list[Any], output_grads: list[Tensor | None]) -> Any:
         """There is none."""
-        raise CutError(f"stage {self.index} was captured for evaluation and has no backward")
+        raise self._refusal()
 
-    run_backward_weight = run_full_backward = run_backward_input  # type: ignore[assignment]
+    def run_backward_weight(self, saved: list[Any]) -> Any:
+        """There is none."""
+        raise self._refusal()
+
+    def run_full_backward(self, saved: list[Any], output_grads: list[Tensor | None]) -> Any:
+        """There is none."""
+        raise self._refusal()
+
+    def _refusal(self) -> CutError:
+        return CutError(f"stage {self.index} was captured for evaluation and has no backward")
 
     def signature_hash(self) -> str:
         """SHA-256 over ports, names and code."""

@@ -6,8 +6,8 @@
 
 Contract in: a legal compute order. Contract out: the compute actions of each rank are unchanged; the event
 graph with that many receives posted ahead and that many send slots has no cycle (no timing can make it
-hang); of all such pairs it is the smallest that costs no time against unbounded buffers. Both numbers bound the
-memory that messages hold. Rules and proof: `zbcompile.communication`, docs/runtime.md.
+hang); of all such pairs it is the smallest that costs no time against unbounded buffers. Both numbers bound
+the memory that messages hold. Rules and proof: `zbcompile.communication`, docs/runtime.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Measure: stages -> Profile. Times of F, B, W and BW on this machine, bytes from the graphs.
 
-``tuple[StageGraphs] + one microbatch --> Profile``. Contract: every time is the median of several runs after a
+``tuple[StageGraphs] + one microbatch --> Profile``. Contract: every time is the median of several runs
+after a
 warm-up, on the real inputs of the stage; bytes are exact. Parameters, buffers and random state are left as
 they were.
 """

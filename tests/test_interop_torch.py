@@ -1,4 +1,5 @@
-"""torch's pipeline runtime: our orders run there, its orders run here, and its mixed-up messages are found."""
+"""torch's pipeline runtime: our orders run there, its orders run here, and its mixed-up messages are
+found."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_deferred_receives_of_torch_are_judged(name: str, ranks: int, count: int
         assert "mixed up" in str(found[0])
 
 
-@pytest.mark.parametrize("name", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "LoopedBFS"])
+@pytest.mark.parametrize(
+    "name", ["Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV", "LoopedBFS"]
+)
 def test_orders_of_torch_without_deferring_are_accepted_with_and_without_messages(name: str) -> None:
     for with_comms in (False, True):
         schedule = torch_csv.loads(torch_text(name, 4, 8, with_comms=with_comms)).schedule
@@ -73,7 +76,8 @@ def expected(count: int) -> dict[str, torch.Tensor]:
 
 
 def test_orders_go_both_ways_with_the_same_gradients() -> None:
-    """Planned orders count microbatches in order: torch's runtime takes the k-th loss to be microbatch k's."""
+    """Planned orders count microbatches in order: torch's runtime takes the k-th loss to be microbatch
+    k's."""
     cases: list[tuple[str, Any]] = []
     counts = []
     for placement in (Placement.linear(2), Placement.v(2), Placement.looped(2)):

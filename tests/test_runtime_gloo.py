@@ -1,9 +1,8 @@
-"""One process per rank over gloo: the bits of one process, and one named error on every rank when one fails."""
+"""One process per rank over gloo: the bits of one process, and one named error on every rank when one
+fails."""
 
 from __future__ import annotations
 
-import copy
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +24,31 @@ def test_fifty_random_legal_orders_give_the_bits_of_autograd() -> None:
     assert 0 < ran[5] < 50
 
 
-@functools.cache
-def over_gloo() -> list[dict[str, Any]]:
-    return spawn(gloo_workers.four_models, NUM_RANKS, (STEPS,), timeout_s=380)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_three_optimizer_steps_have_the_bits_of_one_process(name: str) -> None:
+def compiled(name: str) -> tuple[zbcompile.Pipeline, dict[str, Any]]:
     model, call, loss_fn = MODELS[name]()
     pipeline = zbcompile.compile(
-        copy.deepcopy(model),
-        4,
-        loss_fn=loss_fn,
-        num_microbatches=4,
-        time_limit=0.5,
-        profile=even_profile(),
-        seed=7,
+        model, 4, loss_fn=loss_fn, num_microbatches=4, time_limit=0.5, profile=even_profile(), seed=7
     )
+    return pipeline.build(call.get("args", ()), call.get("kwargs", {}), call.get("target")), call
+
+
+def test_three_optimizer_steps_have_the_bits_of_one_process() -> None:
+    """Four models; the processes are copies of this one, with the models compiled."""
+    pipelines = {name: compiled(name) for name in MODELS}
+    records = spawn(gloo_workers.inherited, NUM_RANKS, (pipelines, STEPS), timeout_s=300, inherit=True)
+    for name, (pipeline, call) in pipelines.items():
+        here = train_steps(pipeline, call, STEPS)
+        _compare(here, [record[name] for record in records])
+
+
+def test_every_process_compiles_the_same_pipeline() -> None:
+    """As under torchrun: nothing is shared but the process group."""
+    pipeline, call = compiled("mlp")
     here = train_steps(pipeline, call, STEPS)
-    there = [record[name] for record in over_gloo()]
+    _compare(here, spawn(gloo_workers.from_scratch, NUM_RANKS, ("mlp", STEPS), timeout_s=300))
+
+
+def _compare(here: dict[str, Any], there: list[dict[str, Any]]) -> None:
     assert there[-1]["losses"] == here["losses"]
     assert len(here["losses"]) == 4 * STEPS
     for step in range(STEPS):
@@ -85,9 +90,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_failing_rank_is_named_on_all_ranks_and_no_step_is_taken(fault: str, tmp_path: Path) -> None:
-    outcomes = spawn_outcomes(
-        gloo_workers.train, NUM_RANKS, (fault, 2, 1.5, str(tmp_path)), timeout_s=200
-    )
+    outcomes = spawn_outcomes(gloo_workers.train, NUM_RANKS, (fault, 2, 1.5, str(tmp_path)), timeout_s=200)
     message = survivors(outcomes, 2 if fault == "killed" else None)
     for words in FAULTS[fault]:
         assert words in message, message

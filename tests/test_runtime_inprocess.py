@@ -1,4 +1,5 @@
-"""All ranks in one process: random orders give autograd's bits, memory is what was planned, failures are named."""
+"""All ranks in one process: random orders give autograd's bits, memory is what was planned, failures
+are named."""
 
 from __future__ import annotations
 
@@ -93,7 +94,8 @@ def test_tied_parameters_get_the_sum_over_their_stages_once() -> None:
 
 
 def test_no_more_saved_values_live_than_planned() -> None:
-    """Microbatches of which anything saved by F is alive: at most as many as the order has between F and W."""
+    """Microbatches of which anything saved by F is alive: at most as many as the order has between F and
+    W."""
     front = chain_front(3)
     problem = problem_for(front, Placement.linear(3), 8)
     for seed in range(6):
@@ -158,7 +160,9 @@ def test_a_deadlock_names_what_every_rank_waits_for() -> None:
         run_here(front, schedule, tuple(texts))
     message = str(caught.value)
     assert "deadlock" in message
-    assert "rank 1 at 1F0 waits for the activation of microbatch 0 from stage 0 to stage 1 (rank 0)" in message
+    assert (
+        "rank 1 at 1F0 waits for the activation of microbatch 0 from stage 0 to stage 1 (rank 0)" in message
+    )
     assert "rank 2 at 2F0 waits for" in message
 
 
@@ -178,7 +182,9 @@ def test_an_error_in_a_stage_names_the_action_and_keeps_its_traceback() -> None:
         stages = (front.stages[0], Broken(), front.stages[2])
         object.__setattr__(runner.setup, "stages", stages)
 
-    with pytest.raises(PipelineError, match="no such thing .*rank 1, stage 1, microbatch 1, forward") as caught:
+    with pytest.raises(
+        PipelineError, match="no such thing .*rank 1, stage 1, microbatch 1, forward"
+    ) as caught:
         run_here(front, schedule, programs_for(schedule, problem), watch)
     assert isinstance(caught.value.__cause__, ValueError)
     names = []

@@ -1,4 +1,5 @@
-"""torch's own pipeline runtime on the hand-made stages, for the interop tests. Runs in processes of its own."""
+"""torch's own pipeline runtime on the hand-made stages, for the interop tests. Runs in processes of its
+own."""
 
 from __future__ import annotations
 

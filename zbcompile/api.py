@@ -55,18 +55,19 @@ def compile(
     ----------
     model : any ``nn.Module``; it is not changed, and its own parameters are trained.
     num_stages : number of pieces. A rank may run several.
-    example_args, example_kwargs, example_target : the whole batch as `Pipeline.step` gets it. Without them the
-        model is captured at the first step.
+    example_args, example_kwargs, example_target : the whole batch as `Pipeline.step` gets it. Without them
+        the model is captured at the first step.
     loss_fn : ``loss_fn(output, target) -> scalar``; not needed where the model returns its own loss.
     num_microbatches : default: the largest divisor of the batch up to twice the number of ranks.
-    memory_limit : bytes per rank, one for all or one each: parameters, gradients, optimizer state (two tensors
-        per parameter) and activations.
+    memory_limit : bytes per rank, one for all or one each: parameters, gradients, optimizer state (two
+        tensors per parameter) and activations.
     placement : ``auto``, ``linear``, ``looped``, ``v``, a `Placement`, or the rank of each stage.
     objective : ``span`` (steps follow each other without a meeting) or ``makespan`` (all ranks meet).
     transport : ``async``, ``rendezvous`` or ``batched``; see docs/runtime.md.
-    profile : costs to plan with: a `Profile` or a file, or a `Device` (``device_named("H100")``) to count them
-        for; default: the stages are measured here. A model on the meta device cannot be measured.
-    schedule : an order to run instead of a search: a `Schedule`, a `Solution`, a schedule file, or torch's CSV.
+    profile : costs to plan with: a `Profile` or a file, or a `Device` (``device_named("H100")``) to count
+        them for; default: the stages are measured here. A model on the meta device cannot be measured.
+    schedule : an order to run instead of a search: a `Schedule`, a `Solution`, a schedule file, or torch's
+        CSV.
     num_ranks, group : default: the default process group and its size where one is initialised or torchrun
         started the process; else as many as stages, all run in this process.
     seed : of the random streams (dropout) and of the search.
@@ -75,7 +76,8 @@ def compile(
     scale_grads : divide gradients by the number of microbatches, for a loss that is a mean.
     whole : tensors that every microbatch gets whole: positions of args, names of kwargs.
     stall_limit : seconds after which a rank that waits is reported and the step ended on all ranks.
-    observer : called after every pass with its name and what it made. ``ZBCOMPILE_DUMP=dir`` writes them to files.
+    observer : called after every pass with its name and what it made. ``ZBCOMPILE_DUMP=dir`` writes them to
+        files.
 
     Raises
     ------
@@ -232,7 +234,8 @@ class Pipeline(Sequence[Stage]):
     @property
     def rank(self) -> int | None:
         """This process's rank of the pipeline; None when all ranks run here."""
-        return self._ready().runner.rank
+        rank: int | None = self._ready().runner.rank
+        return rank
 
     @property
     def local_stages(self) -> tuple[Stage, ...]:

@@ -84,7 +84,8 @@ class Call:
         self.example = self.plan.split(tensors)[0]
 
     def microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[list[Tensor]]:
-        """The flat tensors of each microbatch. Raises `ShapeError` or `UsageError` for another form of call."""
+        """The flat tensors of each microbatch. Raises `ShapeError` or `UsageError` for another form of
+        call."""
         tensors, spec = flatten((args, kwargs, target))
         difference = _difference(self.spec, spec, "")
         if difference is not None:

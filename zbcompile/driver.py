@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from zbcompile.check import check
 from zbcompile.costs import Link, Profile
@@ -261,7 +262,8 @@ def build_forward(
     loss_fn: Callable[..., Tensor] | None,
     held: Sequence[Sequence[str]],
 ) -> ForwardFront:
-    """Capture in evaluation mode and cut as the trained stages are. The model's modes are left as they were."""
+    """Capture in evaluation mode and cut as the trained stages are. The model's modes are left as they
+    were."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -344,7 +346,7 @@ def _as_text(artifact: object) -> str:
         head = f"# stage {getattr(artifact, 'index', '')}"
         return "\n\n".join([head, *(_as_text(getattr(graphs, name)) for name in names)])
     module = getattr(artifact, "module", artifact)
-    if isinstance(module, nn.Module) and hasattr(module, "print_readable"):
+    if isinstance(module, GraphModule):
         return str(module.print_readable(print_output=False))
     return repr(artifact)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
 
 from zbcompile.errors import PipelineError, ZBCompileError
 from zbcompile.ir import Action
@@ -27,8 +28,8 @@ __all__ = ["DistributedRunner"]
 class DistributedRunner:
     """This process's rank of a pipeline.
 
-    Every failure, here or elsewhere, ends as one `PipelineError` with the same text on all ranks; no gradient of
-    the failed step is handed over, and later steps raise the same error again.
+    Every failure, here or elsewhere, ends as one `PipelineError` with the same text on all ranks; no
+    gradient of the failed step is handed over, and later steps raise the same error again.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class DistributedRunner:
         self.offset_ns = group.clock_offset_ns()
         self._waiting: Doing | None = None
         self._in_step = False
-        store = dist.PrefixStore(group.runner_name(), torch_private.own_store())
+        store = PrefixStore(group.runner_name(), torch_private.own_store())
         self.watchdog = Watchdog(store, group.rank, group.size, stall_limit_s, self._doing, self._abandon)
 
     def run(self, step: Step, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -117,7 +118,8 @@ class DistributedRunner:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """An error of the checks before a step is raised here as it is, and ends the step on the other ranks."""
+        """An error of the checks before a step is raised here as it is, and ends the step on the other
+        ranks."""
         self._refuse_if_failed()
         try:
             yield
@@ -131,7 +133,9 @@ class DistributedRunner:
         try:
             self.group.barrier()
         except Exception as error:
-            raise self.watchdog.broken(f"a rank was gone when rank {self.group.rank} met the others") from error
+            raise self.watchdog.broken(
+                f"a rank was gone when rank {self.group.rank} met the others"
+            ) from error
         self._refuse_if_failed()
 
     def actions(self) -> list[list[tuple[Action, int, int]]]:
@@ -145,7 +149,8 @@ class DistributedRunner:
         return result
 
     def close(self) -> None:
-        """Stop the watchdog and leave the transport's groups, and the control group if it is the runner's own."""
+        """Stop the watchdog and leave the transport's groups, and the control group if it is the runner's
+        own."""
         self.watchdog.stop()
         if self.watchdog.reason is None:
             self.transport.abandon()

@@ -10,7 +10,7 @@ from zbcompile.errors import PipelineError, ZBCompileError
 from zbcompile.ir import Kind
 from zbcompile.runtime.program import Program
 from zbcompile.runtime.transport import describe
-from zbcompile.runtime.verbs import Rank, Step, Wait, check_finished
+from zbcompile.runtime.verbs import Rank, Step, Wait, Waits, check_finished
 
 __all__ = ["failure", "run_together"]
 
@@ -26,11 +26,11 @@ def run_together(
     """Run one step of every rank. Of those that can go on, the one whose next action is planned first does.
 
     predicted : planned start of every compute action; it decides turns, never results.
-    Raises `PipelineError`: a deadlock, naming each rank's next action and what it waits for, or the failure of
-    an action, chained to its cause. Then no gradient has been handed over.
+    Raises `PipelineError`: a deadlock, naming each rank's next action and what it waits for, or the failure
+    of an action, chained to its cause. Then no gradient has been handed over.
     """
     with torch.no_grad():
-        running = []
+        running: list[Waits] = []
         for rank, program in zip(ranks, programs, strict=True):
             rank.begin(step, program.send_slots)
             running.append(program.start(rank))
@@ -53,9 +53,9 @@ def _start(wait: Wait, predicted: Mapping[tuple[Kind, int, int], int]) -> int:
     return predicted.get((wait.kind, wait.stage, wait.microbatch), 0)
 
 
-def _resume(index: int, ranks: Sequence[Rank], running: list[object], waits: dict[int, Wait]) -> None:
+def _resume(index: int, ranks: Sequence[Rank], running: list[Waits], waits: dict[int, Wait]) -> None:
     try:
-        waits[index] = next(running[index])  # type: ignore[call-overload]
+        waits[index] = next(running[index])
     except StopIteration:
         waits.pop(index, None)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore
 
 from zbcompile.errors import PipelineError
 
@@ -39,17 +42,26 @@ class Outcome:
 
 
 def spawn(
-    function: Callable[..., Any], num_processes: int, args: Sequence[Any] = (), *, timeout_s: float = 300.0
+    function: Callable[..., Any],
+    num_processes: int,
+    args: Sequence[Any] = (),
+    *,
+    timeout_s: float = 300.0,
+    inherit: bool = False,
 ) -> list[Any]:
     """Run ``function(rank, *args)`` in processes joined in a gloo process group; values by rank.
 
-    The function must be importable. Raises `PipelineError` with the first traceback when a process fails, and
-    when the time is over (the processes are then ended).
+    The function must be importable; with ``inherit`` the processes are copies of this one and it may be
+    anything
+    (autograd's threads do not come along: a copy must not call ``backward``). Raises `PipelineError` with
+    the first traceback when a process fails, and when the time is over (the processes are then ended).
     """
-    outcomes = spawn_outcomes(function, num_processes, args, timeout_s=timeout_s)
+    outcomes = spawn_outcomes(function, num_processes, args, timeout_s=timeout_s, inherit=inherit)
     for outcome in outcomes:
         if outcome.exit_code is None:
-            raise PipelineError("a process did not end in time", where=f"rank {outcome.rank}", needed=timeout_s)
+            raise PipelineError(
+                "a process did not end in time", where=f"rank {outcome.rank}", needed=timeout_s
+            )
     failed = [o for o in outcomes if o.exit_code != 0]
     if failed:
         first = min(failed, key=lambda o: (o.error is None, o.seconds))
@@ -61,13 +73,19 @@ def spawn(
 
 
 def spawn_outcomes(
-    function: Callable[..., Any], num_processes: int, args: Sequence[Any] = (), *, timeout_s: float = 300.0
+    function: Callable[..., Any],
+    num_processes: int,
+    args: Sequence[Any] = (),
+    *,
+    timeout_s: float = 300.0,
+    inherit: bool = False,
 ) -> list[Outcome]:
     """The same, with how every process ended instead of an error."""
-    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-    if context.get_start_method() == "forkserver":
+    method = "fork" if inherit else "forkserver" if sys.platform == "linux" else "spawn"
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
         context.set_forkserver_preload(["zbcompile.api"])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
     start = time.monotonic()
     for rank in range(num_processes):
@@ -86,13 +104,12 @@ def _child(
     pipe: Connection, function: Callable[..., Any], rank: int, size: int, port: int, args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    code, answer = 0, (None, None)
+    code = 0
+    answer: tuple[Any, str | None] = (None, None)
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
-        dist.init_process_group(
-            "gloo", store=dist.PrefixStore("spawn", store), rank=rank, world_size=size
-        )
+        dist.init_process_group("gloo", store=PrefixStore("spawn", store), rank=rank, world_size=size)
         answer = (function(rank, *args), None)
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
@@ -104,9 +121,7 @@ def _child(
     os._exit(code)
 
 
-def _collect(
-    processes: list[Any], pipes: list[Connection], start: float, timeout_s: float
-) -> list[Outcome]:
+def _collect(processes: list[Any], pipes: list[Connection], start: float, timeout_s: float) -> list[Outcome]:
     answers: dict[int, tuple[Any, str | None]] = {}
     ended: dict[int, tuple[int | None, float]] = {}
     open_pipes = dict(enumerate(pipes))
@@ -116,10 +131,8 @@ def _collect(
         wait(things, timeout=max(0.0, timeout_s - (time.monotonic() - start)))
         for rank, pipe in list(open_pipes.items()):
             if pipe.poll():
-                try:
+                with contextlib.suppress(EOFError):
                     answers[rank] = pickle.loads(pipe.recv_bytes())  # noqa: S301
-                except EOFError:
-                    pass
                 del open_pipes[rank]
         for rank, process in list(alive.items()):
             if not process.is_alive() and rank not in open_pipes:
@@ -130,6 +143,4 @@ def _collect(
         process.kill()
         process.join()
         ended[rank] = (None, time.monotonic() - start)
-    return [
-        Outcome(rank, *answers.get(rank, (None, None)), *ended[rank]) for rank in range(len(processes))
-    ]
+    return [Outcome(rank, *answers.get(rank, (None, None)), *ended[rank]) for rank in range(len(processes))]

@@ -26,7 +26,8 @@ __all__ = ["NcclTransport", "directed_pairs"]
 
 
 def directed_pairs(setup: Setup) -> list[tuple[int, int]]:
-    """Every (source rank, target rank) that exchanges messages, tied parameters included, in a fixed order."""
+    """Every (source rank, target rank) that exchanges messages, tied parameters included, in a fixed
+    order."""
     rank_of = setup.placement.rank_of
     pairs = {(rank_of[source], rank_of[target]) for _, source, target in setup.layouts}
     for stages in setup.tied.values():
@@ -40,7 +41,7 @@ class _Channel:
 
     def __init__(self, group: Any, is_source: bool, other: int, device: torch.device) -> None:
         self.group, self.is_source, self.other, self.device = group, is_source, other, device
-        self.stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def start(self, flats: list[Tensor]) -> list[Any]:
         """Queue the transfers behind what the compute stream has queued so far."""

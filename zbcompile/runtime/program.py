@@ -15,8 +15,8 @@ __all__ = ["Program"]
 class Program:
     """The text of one rank's program and its entry point.
 
-    ``start(rank)`` makes the generator: it yields a `zbcompile.runtime.verbs.Wait` wherever it has to wait and
-    goes on when resumed. ``send_slots`` is the text's own constant.
+    ``start(rank)`` makes the generator: it yields a `zbcompile.runtime.verbs.Wait` wherever it has to wait
+    and goes on when resumed. ``send_slots`` is the text's own constant.
     """
 
     text: str

@@ -1,7 +1,7 @@
 """Random streams: every forward of (stage, microbatch) draws from a stream of its own.
 
-The stream's seed is a hash of (seed, step, stage, microbatch), so dropout masks are the same whether the ranks
-share a process or not, whatever the order of the schedule is, and a step run again with the same seed
+The stream's seed is a hash of (seed, step, stage, microbatch), so dropout masks are the same whether the
+ranks share a process or not, whatever the order of the schedule is, and a step run again with the same seed
 and step number gives the same bits. The surrounding random state is left as it was.
 """
 

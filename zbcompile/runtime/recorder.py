@@ -57,7 +57,7 @@ class Recorder:
         return sorted(rows, key=lambda row: row[1])
 
     def _event(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 

@@ -46,7 +46,8 @@ class Rehearsal:
     """What a rehearsal found. Times in ns; ``measured`` is the fastest of the steps run.
 
     planned_ns, measured_ns : makespan. calibrated_ns : the plan's makespan under ``calibrated``.
-    span figures likewise. rows : per rank and kind. calibrated : the profile with measured link and host time.
+    span figures likewise. rows : per rank and kind. calibrated : the profile with measured link and host
+    time.
     """
 
     measured: Measured
@@ -98,9 +99,7 @@ def rehearse_rank(
 
 
 def _compare(measured: Measured, planned: Timeline, link: Link) -> Rehearsal:
-    profile = replace(
-        planned.problem.profile, overhead_ns=_host_ns(measured, planned), link=link, links=()
-    )
+    profile = replace(planned.problem.profile, overhead_ns=_host_ns(measured, planned), link=link, links=())
     again = simulate(planned.schedule, planned.problem.with_(profile=profile))
     return Rehearsal(
         measured,

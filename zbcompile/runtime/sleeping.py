@@ -46,7 +46,11 @@ class Sleeping:
         left = [e for e in profile.edges if e.source == index]
         self.inputs = tuple(
             SleepingPort(
-                f"{e.source}to{index}", (max(1, e.backward_bytes),), e.has_gradient, ("stage", e.source), device=device
+                f"{e.source}to{index}",
+                (max(1, e.backward_bytes),),
+                e.has_gradient,
+                ("stage", e.source),
+                device=device,
             )
             for e in came
         )
@@ -63,7 +67,8 @@ class Sleeping:
         )
         self._made = [torch.zeros(p.shape, dtype=p.dtype, device=device) for p in self.outputs]
         self._returned = [
-            torch.zeros(p.shape, dtype=p.dtype, device=device) if p.has_gradient else None for p in self.inputs
+            torch.zeros(p.shape, dtype=p.dtype, device=device) if p.has_gradient else None
+            for p in self.inputs
         ]
 
     def run_forward(self, state: Mapping[str, Tensor], inputs: list[Any]) -> tuple[list[Tensor], list[Any]]:

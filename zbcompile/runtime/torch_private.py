@@ -37,7 +37,7 @@ def own_store() -> Any:
 
     A thread may then use it while another thread waits in the store.
     """
-    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    store: Any = dist.distributed_c10d._get_default_store()
     try:
         return store.clone()
     except (AttributeError, RuntimeError, NotImplementedError):

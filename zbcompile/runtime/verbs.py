@@ -24,7 +24,7 @@ from zbcompile.runtime.recorder import Recorder
 from zbcompile.runtime.stages import RunnableStage, Wiring
 from zbcompile.runtime.transport import Key, Ticket, Transport, describe
 
-__all__ = ["Rank", "Setup", "Step", "Wait"]
+__all__ = ["Rank", "Setup", "Step", "Wait", "Waits"]
 
 Waits = Generator["Wait", None, None]
 
@@ -247,7 +247,7 @@ class Rank:
         self.running = None
         return result
 
-    def _run_forward(self, stage: int, microbatch: int, inputs: list[Any]) -> tuple[list[Tensor], list[Any] | None]:
+    def _run_forward(self, stage: int, microbatch: int, inputs: list[Any]) -> Any:
         run = self.setup.stages[stage].run_forward
         if stage not in self.setup.random_stages:
             return run(self.state, inputs)

@@ -166,7 +166,9 @@ class Watchdog:
             chain.append(peer)
             state = self._state_of(peer)
             if state is None:
-                root = f"rank {peer} is in no action that it knows of (outside a step, ended, or not reachable)"
+                root = (
+                    f"rank {peer} is in no action that it knows of (outside a step, ended, or not reachable)"
+                )
             elif state[0] >= 0:
                 peer = state[0]
             else:

@@ -1,0 +1,402 @@
+"""What was planned against what runs, and beside torch.distributed.pipelining, all in one run.
+
+    python benchmarks/runtime.py [planned] [beside] [host] [gpt] [faults] [--quick]
+
+planned  sleeping stages over gloo: measured over planned makespan, before and after calibration
+beside   the schedules of torch and ours on the same sleeping stages, with the memory each holds
+host     the same order through torch's runtime and ours: host time per action
+gpt      a small GPT on two ranks: seconds per step
+faults   a rank killed, raising, stalled, of another plan: named on all ranks within 10 s, 20 runs each
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+from zbcompile.check import check
+from zbcompile.costs import Edge, Link, Profile, StageCost
+from zbcompile.driver import Options, Plan, lower, rated, rehearse
+from zbcompile.driver import plan as make_plan
+from zbcompile.errors import ZBCompileError
+from zbcompile.formats import torch_csv
+from zbcompile.ir import Action, Kind, Placement, Schedule
+from zbcompile.problem import Problem
+from zbcompile.runtime.distributed import DistributedRunner
+from zbcompile.runtime.group import PipelineGroup
+from zbcompile.runtime.launch import spawn, spawn_outcomes
+from zbcompile.runtime.sleeping import sleeping_stages
+from zbcompile.runtime.verbs import Setup, Step
+from zbcompile.simulate import memory_peaks, simulate
+
+MS = 1_000_000
+TORCH = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+ROUNDS = 3
+
+
+def profile(f: int, b: int, w: int, stages: int, size: int, divide: int = 1) -> Profile:
+    """Equal stages of F, B, W in ms; with ``divide`` each is that many times smaller, in time and memory."""
+    cost = StageCost.simple(f * MS // divide, b * MS // divide, w * MS // divide, 120 // divide, 60 // divide)
+    edges = tuple(Edge(s, s + 1, size, size) for s in range(stages - 1))
+    return Profile((cost,) * stages, edges, Link(100_000, 0))
+
+
+def planned_against_measured(quick: bool) -> None:
+    """Table 1."""
+    print("\nplanned against measured: gloo, sleeping F = B = W = 20 ms, m = 2p, best of 3 steps")
+    print(
+        f"{'p':>2} {'message':>9} {'planned ms':>10} {'measured ms':>11} {'over':>7} {'calibrated':>10}"
+        "  host us, latency us"
+    )
+    for ranks in (4,) if quick else (4, 8):
+        for size in (4 << 10, 2 << 20):
+            solution = make_plan(
+                profile(20, 20, 20, ranks, size), Options(ranks, ranks, 2 * ranks, time_limit_s=3.0)
+            ).solution
+            found = rehearse(solution, steps=ROUNDS)
+            assert found is not None
+            print(
+                f"{ranks:>2} {size >> 10:>6} KB {found.planned_ns / MS:>10.1f} "
+                f"{found.measured_ns / MS:>11.1f} "
+                f"{100 * found.excess:>6.2f}% {100 * found.excess_calibrated:>9.2f}%  "
+                f"{found.calibrated.overhead_ns / 1000:.0f}, {found.calibrated.link.latency_ns / 1000:.0f}",
+                flush=True,
+            )
+
+
+class _SleepInput(torch.autograd.Function):
+    """Sleeps in forward and in the gradient of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return grads[0].clone(), None, None
+
+
+class _SleepWeight(torch.autograd.Function):
+    """Sleeps in the gradient of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.backward_s)
+        return grads[0].clone(), None
+
+
+class SleepingModule(nn.Module):
+    """A module whose F, B and W take as long as told, for torch's own runtime."""
+
+    def __init__(self, cost: StageCost) -> None:
+        super().__init__()
+        self.cost = cost
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = _SleepWeight.apply(self.weight, self.cost.backward_weight_ns / 1e9)
+        return _SleepInput.apply(x, self.cost.forward_ns / 1e9, self.cost.backward_input_ns / 1e9) + own
+
+
+def torch_steps(
+    rank: int, text: str, form: str, rank_of: tuple[int, ...], costs: Profile, count: int
+) -> list[float]:
+    """Seconds of each step of a CSV in torch's runtime, from a meeting of all ranks to the last one's end."""
+    device, size = torch.device("cpu"), max(1, costs.edges[0].forward_bytes // 4)
+    own = [s for s, r in enumerate(rank_of) if r == rank]
+    stages = [PipelineStage(SleepingModule(costs.stages[s]), s, len(rank_of), device) for s in own]
+    runtime = _PipelineScheduleRuntime(
+        stages, count, loss_fn=lambda y, t: y.sum() + t.sum(), scale_grads=False
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "schedule.csv"
+        path.write_text(text)
+        runtime._load_csv(str(path), format=form)
+    x, target = torch.zeros(count, size, requires_grad=True), torch.zeros(count, 1)
+    found = []
+    for _ in range(ROUNDS + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        args: tuple[Any, ...] = (x,) if rank_of[0] == rank else ()
+        runtime.step(*args, target=target if rank_of[-1] == rank else None)
+        found.append(_latest(time.perf_counter() - begin))
+    return found[1:]
+
+
+def our_steps(rank: int, schedule: Schedule, costs: Profile, texts: tuple[str, ...]) -> list[float]:
+    """The same for our runtime."""
+    device = torch.device("cpu")
+    setup = Setup(sleeping_stages(costs, device), schedule.placement, schedule.num_microbatches)
+    runner = DistributedRunner(PipelineGroup(None, 60.0), setup, texts[rank], device, 60.0)
+    found = []
+    for _ in range(ROUNDS + 1):
+        dist.barrier()
+        begin = time.perf_counter()
+        runner.run(Step([[] for _ in range(schedule.num_microbatches)]), {})
+        found.append(_latest(time.perf_counter() - begin))
+    runner.close()
+    return found[1:]
+
+
+def _latest(seconds: float) -> float:
+    value = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return float(value)
+
+
+def torch_csv_of(name: str, ranks: int, count: int) -> str:
+    """A schedule of torch as CSV. Its 1F1B has no usable order (the last rank's begins with microbatch 1)."""
+    if name == "1F1B":
+        return torch_csv.dumps(_one_f_one_b(ranks, count))
+    rows = get_schedule_ops(name, ranks, count)
+    return "".join(",".join("" if a is None else str(a) for a in row) + "\n" for row in rows)
+
+
+def _one_f_one_b(ranks: int, count: int) -> Schedule:
+    order = []
+    for stage in range(ranks):
+        warm = min(ranks - stage, count)
+        row = [Action(Kind.FORWARD, stage, i) for i in range(warm)]
+        for i in range(count):
+            row.append(Action(Kind.FULL_BACKWARD, stage, i))
+            if warm + i < count:
+                row.append(Action(Kind.FORWARD, stage, warm + i))
+        order.append(row)
+    return Schedule.of(Placement.linear(ranks), count, order)
+
+
+def our_plan(costs: Profile, ranks: int, count: int, cap: int, placement: str, seconds: float) -> Plan:
+    options = Options(costs.num_stages, ranks, count, cap, placement, "makespan", time_limit_s=seconds)
+    return make_plan(costs, options)
+
+
+def beside_torch(quick: bool) -> None:
+    """Table 2: makespan of one step."""
+    shapes = [(4, 8, (20, 20, 20)), (4, 8, (20, 30, 10)), (8, 16, (20, 30, 10))]
+    for ranks, count, (f, b, w) in shapes[:2] if quick else shapes:
+        print(
+            f"\nbeside torch: p = {ranks}, m = {count}, F : B : W = {f} : {b} : {w} ms, "
+            f"64 KB messages, best of {ROUNDS}"
+        )
+        print(f"{'schedule':<28} {'stages':>6} {'memory (M_B)':>12} {'planned ms':>10} {'measured ms':>11}")
+        size = 64 << 10
+        one, two = profile(f, b, w, ranks, size), profile(f, b, w, 2 * ranks, size, 2)
+        peaks = {}
+        for name in TORCH:
+            text = torch_csv_of(name, ranks, count)
+            schedule = torch_csv.loads(text).schedule
+            costs = one if schedule.num_stages == ranks else two
+            problem = Problem.of(costs, schedule.placement, count, objective="makespan")
+            check(schedule, problem)
+            peaks[name] = max(memory_peaks(schedule, problem))
+            plan_ms = simulate(schedule, problem).makespan_ns / MS
+            args = (text, "compute_only", schedule.placement.rank_of, costs, count)
+            best = min(spawn(torch_steps, ranks, args, timeout_s=300)[0])
+            _line(f"torch {name}", schedule.num_stages, peaks[name], plan_ms, best)
+        for title, cap in (("memory of 1F1B", peaks["1F1B"]), ("memory of ZBV", peaks["ZBVZeroBubble"])):
+            for costs, placement in ((one, "linear"), (two, "v"), (two, "looped")):
+                try:
+                    plan = our_plan(costs, ranks, count, cap, placement, 5.0 if quick else 15.0)
+                except ZBCompileError as error:
+                    print(f"ours, {placement}, {title}: {error.what}")
+                    continue
+                peak = max(memory_peaks(plan.schedule, plan.problem))
+                args = (plan.schedule, costs, plan.texts)
+                best = min(spawn(our_steps, ranks, args, timeout_s=300)[0])
+                value = simulate(plan.schedule, plan.problem).makespan_ns / MS
+                _line(f"ours {placement}, {title}", costs.num_stages, peak, value, best)
+
+
+def _line(name: str, stages: int, peak: int, plan_ms: float, seconds: float) -> None:
+    print(f"{name:<28} {stages:>6} {peak / 120:>12.2f} {plan_ms:>10.1f} {1000 * seconds:>11.1f}", flush=True)
+
+
+def host_time(quick: bool) -> None:
+    """Table 3: the same 1F1B order with 4 ms actions; what exceeds the plan, per action of the busiest
+    rank."""
+    print("\nhost time per action: one 1F1B order, p = 4, m = 32, F = 4 ms, BW = 8 ms, 4 KB messages")
+    ranks, count = 4, 8 if quick else 32
+    text = torch_csv_of("1F1B", ranks, count)
+    schedule = torch_csv.loads(text).schedule
+    costs = profile(4, 4, 4, ranks, 4 << 10)
+    problem = Problem.of(costs, schedule.placement, count, objective="makespan")
+    free = simulate(schedule, problem.with_(profile=profile_without_link(costs))).makespan_ns
+    plan = lower(rated(schedule, costs, Options(ranks, ranks, count, objective="makespan")))
+    actions = max(len(row) for row in schedule.order)
+    theirs = min(
+        spawn(torch_steps, ranks, (text, "compute_only", schedule.placement.rank_of, costs, count))[0]
+    )
+    ours = min(spawn(our_steps, ranks, (plan.schedule, costs, plan.texts))[0])
+    for name, seconds in (("torch", theirs), ("ours", ours)):
+        excess = (seconds * 1e9 - free) / actions / 1000
+        print(
+            f"{name:<6} step {1000 * seconds:8.2f} ms, planned {free / MS:.1f} ms: "
+            f"{excess:6.0f} us per action",
+            flush=True,
+        )
+
+
+def profile_without_link(costs: Profile) -> Profile:
+    return Profile(costs.stages, costs.edges, Link())
+
+
+class Block(nn.Module):
+    """A plain transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.qkv(self.one(x)).view(rows, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(nn.functional.gelu(self.up(self.two(x))))
+
+
+class Gpt(nn.Module):
+    """Embedding, blocks, head."""
+
+    def __init__(self, width: int = 256, blocks: int = 6, words: int = 2048) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
+        self.head = nn.Linear(width, words)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(ids)))
+
+
+def _gpt_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def _gpt_data(count: int) -> Tensor:
+    return torch.randint(0, 2048, (2 * count, 128), generator=torch.Generator().manual_seed(1))
+
+
+def gpt_ours(rank: int, count: int) -> list[float]:
+    """Seconds per step of our pipeline; rank 0 measures and plans."""
+    import zbcompile
+
+    torch.manual_seed(0)
+    ids = _gpt_data(count)
+    with zbcompile.compile(
+        Gpt(),
+        2,
+        loss_fn=_gpt_loss,
+        num_microbatches=count,
+        example_args=(ids,),
+        example_target=ids,
+        split_points=["blocks.3"],
+        time_limit=5.0,
+    ) as pipeline:
+        return _timed_steps(lambda: pipeline.step(ids, target=ids, return_outputs=False))
+
+
+def gpt_torch(rank: int, count: int) -> list[float]:
+    """The same model, cut at the same block, with torch's 1F1B."""
+    torch.manual_seed(0)
+    model, ids = Gpt(), _gpt_data(count)
+    parts = [nn.Sequential(model.embed, *model.blocks[:3]), nn.Sequential(*model.blocks[3:], model.head)]
+    stage = PipelineStage(parts[rank], rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, count, loss_fn=_gpt_loss)
+    if rank == 0:
+        return _timed_steps(lambda: schedule.step(ids))
+    return _timed_steps(lambda: schedule.step(target=ids))
+
+
+def _timed_steps(step: Any) -> list[float]:
+    found = []
+    for _ in range(ROUNDS + 2):
+        dist.barrier()
+        begin = time.perf_counter()
+        step()
+        found.append(_latest(time.perf_counter() - begin))
+    return found[2:]
+
+
+def small_gpt(quick: bool) -> None:
+    """Table 4."""
+    count = 4 if quick else 8
+    print(
+        f"\na small GPT (hidden 256, 6 blocks) on 2 ranks, m = {count}, "
+        "one thread each: best seconds per step"
+    )
+    for name, function in (("torch 1F1B", gpt_torch), ("ours", gpt_ours)):
+        print(f"{name:<12} {min(spawn(function, 2, (count,), timeout_s=400)[0]):.3f}", flush=True)
+
+
+def faults(quick: bool) -> None:
+    """Table 5: every survivor's seconds from the fault to its end."""
+    from tests.gloo_workers import NUM_RANKS, train
+
+    runs, limit = (2 if quick else 20), 2.0
+    print(
+        f"\nfaults: {runs} runs each, stall limit {limit} s, 4 ranks; seconds from the first end to the last"
+    )
+    for fault in ("killed", "raising", "stalled", "different"):
+        named, seconds = 0, []
+        for turn in range(runs):
+            bad = turn % NUM_RANKS
+            with tempfile.TemporaryDirectory() as folder:
+                outcomes = spawn_outcomes(train, NUM_RANKS, (fault, bad, limit, folder), timeout_s=120)
+            living = [o for o in outcomes if o.error is not None]
+            errors = {o.error.rpartition("PipelineError: ")[2] for o in living if o.error is not None}
+            alive = NUM_RANKS - (fault == "killed")
+            right = len(living) == alive and len(errors) == 1 and f"rank {bad}" in "".join(errors)
+            named += right and all(o.exit_code not in (0, None) for o in outcomes)
+            seconds.append(max(o.seconds for o in outcomes) - min(o.seconds for o in outcomes))
+        print(
+            f"{fault:<10} named on all ranks {named} of {runs}; "
+            f"spread {statistics.median(seconds):.2f} s, worst {max(seconds):.2f} s",
+            flush=True,
+        )
+
+
+TABLES = {
+    "planned": planned_against_measured,
+    "beside": beside_torch,
+    "host": host_time,
+    "gpt": small_gpt,
+    "faults": faults,
+}
+
+
+def main() -> None:
+    """Run the tables that are named, or all."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("tables", nargs="*", choices=[[], *TABLES], default=[])
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and runs")
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}")
+    for name in args.tables or TABLES:
+        TABLES[name](args.quick)
+
+
+if __name__ == "__main__":
+    main()
