@@ -11,6 +11,7 @@ from zbcompile.planner.bounds import best_bound
 from zbcompile.planner.flat import check_caps
 from zbcompile.planner.fuse import fusing_tries, improve_fusing
 from zbcompile.planner.holding import holding_bound
+from zbcompile.planner.merged import merged, taken_apart
 from zbcompile.planner.proofs import EXACT_ACTIONS, crossing_applies, prove_crossing, prove_exact
 from zbcompile.planner.search import Effort, Search, improve, pattern_orders
 from zbcompile.planner.seeds import try_classic, try_list_schedules
@@ -53,7 +54,7 @@ def plan(
             return plan_variants(
                 problem,
                 lambda p, limit, tell: plan(p, time_limit_s=limit, seed=seed, observer=tell, fuse=fuse),
-                lambda p: quick_value(p, seed),
+                lambda p: quick_value(p, seed, fuse),
                 time_limit_s=time_limit_s,
                 observer=observer,
             )
@@ -69,6 +70,7 @@ def plan(
         try_classic(best)
         tries = max(60, min(300, 150_000 // actions)) if problem.transport == "async" else 12
         try_list_schedules(best, tries=tries, seed=seed)
+        try_merged(best, tries=tries // 2, seed=seed)
         if fuse == "auto":
             share = 0.3 if problem.transport == "async" else 0.9
             improve_fusing(best, tries=fusing_tries(actions) * level, seed=seed, share=share)
@@ -84,11 +86,24 @@ def plan(
     return best.solution()
 
 
-def quick_value(problem: Problem, seed: int) -> int | None:
+def try_merged(best: Best, tries: int, seed: int) -> None:
+    """Where ranks hold neighbouring stages: orders of the problem with each rank's stages as one."""
+    whole = merged(best.problem)
+    if whole is None or best.done:
+        return
+    inner = Best(whole, best_bound(whole), time_limit_s=best.seconds_left / 3, fuse=best.fuse)
+    try_classic(inner)
+    try_list_schedules(inner, tries=tries, seed=seed)
+    for _, codes in inner.pool:
+        best.offer(taken_apart(codes, best.problem), f"merged stages, {inner.origin}")
+
+
+def quick_value(problem: Problem, seed: int, fuse: str) -> int | None:
     """The value of the first orders alone: to rank assignments of variants and placements."""
-    best = Best(problem, best_bound(problem), time_limit_s=2.0)
+    best = Best(problem, best_bound(problem), time_limit_s=2.0, fuse=fuse)
     try_classic(best)
     try_list_schedules(best, tries=12, seed=seed)
+    try_merged(best, tries=12, seed=seed)
     if any(len(stages) > 1 for stages in best.flat.stages_of):
         for _, _, codes in pattern_orders(best, Annealer(best.flat), Effort(6, 12, 0), random.Random(seed)):
             best.offer(codes, "pattern")
