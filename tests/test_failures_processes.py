@@ -88,8 +88,8 @@ def test_pytorch_172668_placements_are_those_asked_for(found: list[dict[str, Any
     assert placed["pytorch#172668-any-map"] == (1, 0, 0, 1)
 
 
-@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize("name", list(REFUSALS))
 def test_a_wrong_batch_is_refused_on_every_rank(name: str, found: list[dict[str, Any]]) -> None:
-    texts = [found[rank][name] for rank in range(4)]
+    texts = [found[rank][REFUSALS[name]]["refused"] for rank in range(4)]
     assert all(text.startswith(("ShapeError", "UsageError", "PipelineError")) for text in texts)
     assert all("args[0]" in text for text in texts)
