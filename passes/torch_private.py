@@ -187,13 +187,14 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_in_eager() -> Iterator[None]:
-    """Let a model that asks `torch.compiler.is_exporting` behave as it does in eager (causal masks)."""
-    previous = torch.compiler._is_exporting_flag
-    torch.compiler._is_exporting_flag = False
+    """A model that asks whether it is compiled or exported hears no, and does what it does in eager
+    (Hugging Face models then leave the causal mask to the kernel)."""
+    previous = torch.compiler._is_exporting_flag, torch.compiler._is_compiling_flag
+    torch.compiler._is_exporting_flag = torch.compiler._is_compiling_flag = False
     try:
         yield
     finally:
-        torch.compiler._is_exporting_flag = previous
+        torch.compiler._is_exporting_flag, torch.compiler._is_compiling_flag = previous
 
 
 def wrapper_kind(module: nn.Module) -> str:
