@@ -18,14 +18,14 @@ __all__ = ["comparison_json", "comparison_table"]
 def comparison_table(rows: Sequence[Comparison]) -> Group:
     """What it comes to in one line, then a row per order; ``ours there`` is ours at that order's peaks."""
     unit = time_unit(max(row.makespan_ns for row in rows))
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("order", no_wrap=True, min_width=21)
-    table.add_column("placement")
+    table.add_column("placement", no_wrap=True)
     for name in ("span", "makespan", "bubble", "peak"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits")
     for name in ("ours there", "shorter", "gap left"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         saved = 1 - row.ours_ns / row.value_ns if row.value_ns else 0.0
         table.add_row(
