@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbcompile.communication import insert_communication
+from zbcompile.communication import insert_communication, insert_in_total_order
 from zbcompile.errors import CheckError
 from zbcompile.events import EventGraph, describe_wait
 from zbcompile.ir import Schedule
@@ -29,20 +29,26 @@ _TRIED = ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (3, 3), (4, 4), (8, 8))
 class Lowered:
     """An order with its communication. depth, send_slots : per channel; None: any number.
 
-    value_ns : its predicted span or makespan, as the problem's objective says.
+    value_ns : its predicted span or makespan, as the problem's objective says. one_communicator : planned
+    for a single queue of transfers per rank.
     """
 
     schedule: Schedule
     depth: int | None
     send_slots: int | None
     value_ns: int
+    one_communicator: bool = False
 
 
-def insert_comm(schedule: Schedule, problem: Problem) -> Lowered:
+def insert_comm(schedule: Schedule, problem: Problem, *, one_communicator: bool = False) -> Lowered:
     """Put the sends and receives in. Raises `CheckError` when the transport would deadlock.
 
+    one_communicator : for a library that is given a single communicator: one global order of messages.
     The transports ``rendezvous`` and ``batched`` bound what is on its way by themselves.
     """
+    if one_communicator:
+        lowered = insert_in_total_order(schedule, problem)
+        return Lowered(lowered, None, None, _least(lowered, problem, True), True)
     if problem.transport != "async":
         lowered = insert_communication(schedule, problem)
         return Lowered(lowered, None, None, _least(lowered, problem))
@@ -72,9 +78,11 @@ def keep_comm(schedule: Schedule, problem: Problem) -> Lowered:
     return Lowered(schedule, None, None, value)
 
 
-def _value(schedule: Schedule, problem: Problem, send_slots: int | None) -> int | None:
+def _value(
+    schedule: Schedule, problem: Problem, send_slots: int | None, one_communicator: bool = False
+) -> int | None:
     """Predicted span or makespan; None when that few slots make a circle of waits."""
-    graph = EventGraph.of(schedule, problem, send_slots)
+    graph = EventGraph.of(schedule, problem, send_slots, one_communicator)
     early = graph.earliest()
     if early is None:
         if send_slots is None:
@@ -90,8 +98,8 @@ def _value(schedule: Schedule, problem: Problem, send_slots: int | None) -> int 
     return max(end - start for end, start in zip(ends, late, strict=True))
 
 
-def _least(schedule: Schedule, problem: Problem) -> int:
+def _least(schedule: Schedule, problem: Problem, one_communicator: bool = False) -> int:
     """Predicted span or makespan with any number of slots."""
-    value = _value(schedule, problem, None)
+    value = _value(schedule, problem, None, one_communicator)
     assert value is not None
     return value

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.strategies import greedy_order, problems
+from zbcompile.check import check
 from zbcompile.communication import insert_communication
 from zbcompile.costs import Edge, Link, Profile, StageCost
 from zbcompile.events import EventGraph, Message
 from zbcompile.graph import durations
 from zbcompile.ir import Action, Kind, Placement, Schedule
+from zbcompile.passes.insert_comm import insert_comm
 from zbcompile.problem import Problem
 
 
@@ -223,3 +225,30 @@ def test_random_programs_end_or_hang_as_the_graph_says(transport: str) -> None:
         else:
             hung += 1
     assert min(hung, ended) > 20, (hung, ended)
+
+
+@settings(max_examples=100)
+@given(problems(), st.randoms(use_true_random=False))
+def test_one_global_order_of_messages_never_hangs_on_one_communicator(problem: Problem, random: Any) -> None:
+    schedule = greedy_order(problem, random)
+    lowered = insert_comm(schedule, problem, one_communicator=True)
+    check(lowered.schedule, problem)
+    assert lowered.schedule.compute_only() == schedule
+    assert EventGraph.of(lowered.schedule, problem, None, one_communicator=True).earliest() is not None
+    assert lowered.value_ns >= insert_comm(schedule, problem).value_ns
+
+
+def test_receives_posted_early_on_one_communicator_hang_as_reported() -> None:
+    """pytorch#172668: two stages a rank, receives posted ahead in one queue."""
+    placement = Placement.v(2)
+    problem = Problem.of(Profile((StageCost.simple(10, 10, 10),) * 4), placement, 2)
+    order = Schedule.parse(
+        """placement 0 1 1 0
+        microbatches 2
+        rank 0: 0F0 0F1 3F0 3BW0 3F1 3BW1 0BW0 0BW1
+        rank 1: 1F0 2F0 1F1 2F1 2BW0 1BW0 2BW1 1BW1"""
+    )
+    early = insert_communication(order, problem, 100)
+    assert EventGraph.of(early, problem).earliest() is not None
+    assert EventGraph.of(early, problem, None, one_communicator=True).earliest() is None
+    assert insert_comm(order, problem, one_communicator=True).value_ns > 0

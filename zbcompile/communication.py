@@ -10,6 +10,9 @@ Rules (proved by the event graph of `zbcompile.events`):
   action that used message k - depth, and in any case before the first use of a later message.
 * ``rendezvous``: receives are posted before the sends that stand at the same place, so that a
   rank held up by a send is already open for its peers.
+* One communicator for all (``insert_in_total_order``): all messages in one global order, by planned start;
+  every rank posts its sends and receives in that order. Nothing can wait in a circle, but a message may
+  stand behind one that it has nothing to do with; the event graph predicts what that costs.
 * ``batched``: the receive joins the exchange right before its use; an activation's receive goes
   further back, across W's that stand before its use, to the exchange that sends a gradient
   (`send_backward_recv_forward` in Megatron's terms). Nobody waits for a W, so no order deadlocks by it.
@@ -20,11 +23,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zbcompile.errors import CheckError
-from zbcompile.events import Message, messages_of
+from zbcompile.events import EventGraph, Message, messages_of
 from zbcompile.ir import Action, Kind, Schedule
 from zbcompile.problem import Problem
 
-__all__ = ["RECEIVE_DEPTH", "insert_communication", "post_slots"]
+__all__ = ["RECEIVE_DEPTH", "insert_communication", "insert_in_total_order", "post_slots"]
 
 RECEIVE_DEPTH = 2
 """Receives posted ahead per channel. Two cost no time against unbounded buffers (docs/runtime.md)."""
@@ -66,6 +69,37 @@ def insert_communication(schedule: Schedule, problem: Problem, depth: int = RECE
             sent_here = [m.send for m in sorted(sends.get(action, ()), key=lambda m: m.target)]
             posted_here = receives[rank].get(k + 1, [])
             line += posted_here + sent_here if problem.transport == "rendezvous" else sent_here + posted_here
+        order.append(line)
+    return Schedule.of(schedule.placement, schedule.num_microbatches, order)
+
+
+def insert_in_total_order(schedule: Schedule, problem: Problem) -> Schedule:
+    """The same for transports that refuse several communicators: one order of messages, the same on all
+    ranks.
+
+    A send is posted after its producer and after all that stands before it in the global order; a
+    receive right after what stands before it on its rank.
+    """
+    schedule = schedule.compute_only()
+    many = max(1, len(problem.profile.edges) * problem.num_microbatches)
+    messages = EventGraph.of(insert_communication(schedule, problem, many), problem).transfers()
+    position = {a: k for _, k, a in schedule.actions()}
+    rank_of = problem.placement.rank_of
+    where: dict[Action, tuple[int, int]] = {a: (r, k) for r, k, a in schedule.actions()}
+    slot = [0] * schedule.num_ranks
+    posted: list[dict[int, list[Action]]] = [{} for _ in schedule.order]
+    for message in messages:
+        source, target = rank_of[message.source], rank_of[message.target]
+        producer = _find(message, message.source, where)
+        slot[source] = max(slot[source], position[producer] + 1)
+        posted[source].setdefault(slot[source], []).append(message.send)
+        posted[target].setdefault(slot[target], []).append(message.recv)
+    order = []
+    for rank, row in enumerate(schedule.order):
+        line: list[Action] = list(posted[rank].get(0, ()))
+        for k, action in enumerate(row):
+            line.append(action)
+            line.extend(posted[rank].get(k + 1, ()))
         order.append(line)
     return Schedule.of(schedule.placement, schedule.num_microbatches, order)
 

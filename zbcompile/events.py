@@ -84,7 +84,13 @@ def messages_of(problem: Problem) -> Iterator[tuple[Edge, Message]]:
 class EventGraph:
     """Build with `EventGraph.of`. Nodes are integers; ``label`` turns one into words."""
 
-    def __init__(self, schedule: Schedule, problem: Problem, send_slots: int | None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        problem: Problem,
+        send_slots: int | None,
+        one_communicator: bool = False,
+    ) -> None:
         self.schedule, self.problem, self.send_slots = schedule, problem, send_slots
         self.node_of: list[list[int]] = []
         self.duration: list[int] = []
@@ -93,24 +99,34 @@ class EventGraph:
         self.messages: list[Message | None] = []
         self._of_action: dict[Action, int] = {}
         self._sorted: list[int] | None = None
+        self.transfer: dict[Message, int] = {}
         self._add_actions()
         if schedule.has_communication:
             self._add_transfers()
+            if one_communicator:
+                self._add_queues()
         self._add_order()
         self._add_data()
 
     @staticmethod
-    def of(schedule: Schedule, problem: Problem, send_slots: int | None = None) -> EventGraph:
+    def of(
+        schedule: Schedule,
+        problem: Problem,
+        send_slots: int | None = None,
+        one_communicator: bool = False,
+    ) -> EventGraph:
         """The graph of a schedule; a compute-only one is first lowered to the problem's transport.
 
         Under ``async`` a compute-only schedule needs no lowering: its sends leave at once and its
-        receives wait for nobody. Raises `CheckError` when an action that another needs is missing.
+        receives wait for nobody. With ``one_communicator`` a rank's transfers form one queue: each starts
+        when the one before it, sent or received, is done (NCCL with a single communicator).
+        Raises `CheckError` when an action that another needs is missing.
         """
         if problem.transport != "async" and not schedule.has_communication:
             from zbcompile.communication import insert_communication
 
             schedule = insert_communication(schedule, problem)
-        return EventGraph(schedule, problem, send_slots)
+        return EventGraph(schedule, problem, send_slots, one_communicator)
 
     def _node(self, duration: int, where: tuple[int, int], message: Message | None = None) -> int:
         self.duration.append(duration)
@@ -144,7 +160,6 @@ class EventGraph:
         return node
 
     def _add_transfers(self) -> None:
-        self.transfer: dict[Message, int] = {}
         problem, rank_of = self.problem, self.problem.placement.rank_of
         edges = {(e.source, e.target): e for e in problem.profile.edges}
         channels: dict[tuple[int, int], list[tuple[Message, int]]] = {}
@@ -172,6 +187,20 @@ class EventGraph:
         for action in self._of_action:
             if action.kind.is_recv:
                 self._require(Message.of(action).send, action)
+
+    def _add_queues(self) -> None:
+        for row in self.schedule.order:
+            queue = [self.transfer[Message.of(a)] for a in row if not a.kind.is_compute]
+            for before, after in zip(queue, queue[1:], strict=False):
+                self._edge(before, after, self.duration[before])
+
+    def transfers(self) -> list[Message]:
+        """All messages by planned start of their transfer; of two at once the one that others need first."""
+        order, early = self._order(), self.earliest()
+        if early is None:
+            raise CheckError("deadlock: " + describe_wait(self))
+        place = {node: k for k, node in enumerate(order)}
+        return sorted(self.transfer, key=lambda m: (early[self.transfer[m]], place[self.transfer[m]]))
 
     def _occupancy(self, message: Message, edges: dict[tuple[int, int], Edge]) -> int:
         """How long a message keeps its channel: its size over the bandwidth, without the latency."""
