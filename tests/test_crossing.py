@@ -12,8 +12,8 @@ from zbcompile.costs import Edge, Profile, StageCost
 from zbcompile.ir import Placement
 from zbcompile.planner.bounds import best_bound
 from zbcompile.planner.cpsat import solve_exact
-from zbcompile.planner.crossing import crossing_bound, grids, is_chain, scaled
-from zbcompile.planner.flat import Flat, least_room
+from zbcompile.planner.crossing import crossing_bound, grids, scaled
+from zbcompile.planner.flat import Flat, is_chain, least_room
 from zbcompile.planner.plan import plan
 from zbcompile.problem import Problem
 

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from zbcompile.planner.flat import Flat
+from zbcompile.planner.flat import Flat, is_chain
 from zbcompile.planner.knapsack import fractional
 from zbcompile.planner.paths import NO_PATH, Paths
+from zbcompile.planner.stairs import stairs_bound
 from zbcompile.planner.windows import window_chain
 from zbcompile.problem import Problem
 
@@ -143,6 +144,14 @@ def _work_bounds(flat: Flat, paths: Paths, idles: list[RankIdle]) -> Iterator[Bo
         )
 
 
+def _stairs_bounds(flat: Flat, paths: Paths) -> Iterator[Bound]:
+    """The warm-ups of all ranks together, for chains of one stage per rank."""
+    stairs = stairs_bound(flat, paths) if is_chain(flat) else None
+    if stairs is not None:
+        steps = [list(step) for step in stairs.steps]
+        yield Bound(stairs.value_ns, "stairs", flat.objective, {"steps_one_ns_below": steps})
+
+
 def _area_bounds(flat: Flat, paths: Paths) -> Iterator[Bound]:
     """span * room >= bytes times time of everything that a rank must hold."""
     for rank, stages in enumerate(flat.stages_of):
@@ -218,6 +227,7 @@ def analytic_bounds(problem: Problem) -> list[Bound]:
         *_area_bounds(flat, paths),
         *_enclosing_pairs(flat, paths, idles),
     ]
+    found.extend(_stairs_bounds(flat, paths))
     if problem.objective == "makespan":
         found.extend(_makespan_bounds(flat, paths, idles))
     return sorted(found, key=lambda bound: -bound.value_ns)

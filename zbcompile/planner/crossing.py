@@ -27,7 +27,7 @@ from fractions import Fraction
 
 from ortools.sat.python import cp_model
 
-from zbcompile.planner.flat import Flat
+from zbcompile.planner.flat import Flat, is_chain
 from zbcompile.planner.paths import Paths
 from zbcompile.planner.windows import window_chain
 
@@ -44,16 +44,6 @@ class Crossing:
     units: int
     closed: bool
     seconds: float
-
-
-def is_chain(flat: Flat) -> bool:
-    """One stage per rank, in rank order, each feeding the next and getting a gradient back."""
-    last = flat.num_stages - 1
-    return flat.rank_of == tuple(range(last + 1)) and all(
-        [other for other, _ in flat.forward_from[s]] == ([s - 1] if s else [])
-        and [other for other, _ in flat.backward_from[s]] == ([s + 1] if s < last else [])
-        for s in range(last + 1)
-    )
 
 
 def scaled(flat: Flat, grid: Fraction) -> Flat:

@@ -98,6 +98,16 @@ class Flat:
         )
 
 
+def is_chain(flat: Flat) -> bool:
+    """One stage per rank, in rank order, each feeding the next and getting a gradient back."""
+    last = flat.num_stages - 1
+    return flat.rank_of == tuple(range(last + 1)) and all(
+        [other for other, _ in flat.forward_from[s]] == ([s - 1] if s else [])
+        and [other for other, _ in flat.backward_from[s]] == ([s + 1] if s < last else [])
+        for s in range(last + 1)
+    )
+
+
 def least_room(flat: Flat, rank: int) -> int:
     """Bytes that one microbatch at a time needs on a rank: all F's held, then B's from the last stage.
 

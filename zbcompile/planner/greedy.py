@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from zbcompile.planner.flat import B, Codes, F, Flat, W
 
-__all__ = ["Recipe", "list_schedule"]
+__all__ = ["Recipe", "list_schedule", "mixed_limits", "standard_limits"]
 
 _NEVER = 1 << 62
 
@@ -164,3 +164,14 @@ def standard_limits(flat: Flat, round_trips: Sequence[int]) -> list[tuple[int, .
         (flat.num_microbatches,) * p,
         tuple(2 * (p - d) - 1 for d in range(p)),
     ]
+
+
+def mixed_limits(few: tuple[int, ...], more: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """One microbatch more in flight on the first ranks than on the rest, the middle cut first.
+
+    The idle time before the first B grows towards rank 0 by what a round trip exceeds whole F's;
+    one more F on the ranks up to a cut starts it anew from there.
+    """
+    p = len(few)
+    cuts = sorted(range(p - 1), key=lambda cut: (abs(2 * cut + 2 - p), cut))
+    return [(*more[: cut + 1], *few[cut + 1 :]) for cut in cuts]

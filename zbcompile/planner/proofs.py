@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from zbcompile.planner.bounds import Bound
 from zbcompile.planner.cpsat import solve_exact, split_is_exact
-from zbcompile.planner.crossing import candidates, crossing_bound, is_chain
-from zbcompile.planner.flat import BW
+from zbcompile.planner.crossing import candidates, crossing_bound
+from zbcompile.planner.flat import BW, is_chain
 from zbcompile.planner.paths import Paths
 from zbcompile.planner.state import Best
 

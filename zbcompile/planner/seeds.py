@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 from zbcompile.planner import classic
-from zbcompile.planner.flat import BW, B, Codes, F, Flat, W
-from zbcompile.planner.greedy import Recipe, list_schedule, standard_limits
+from zbcompile.planner.flat import BW, B, Codes, F, Flat, W, is_chain
+from zbcompile.planner.greedy import Recipe, list_schedule, mixed_limits, standard_limits
 from zbcompile.planner.paths import Paths
+from zbcompile.planner.stairs import climb
 from zbcompile.planner.state import Best
 
 __all__ = ["one_at_a_time", "try_classic", "try_list_schedules"]
@@ -54,7 +55,9 @@ def try_list_schedules(best: Best, tries: int, seed: int) -> None:
     budget = tuple(target - flat.work(r) for r in range(flat.num_ranks))
     kept: tuple[int, Recipe] | None = None
     used = 0
-    recipes = [Recipe(limits, t, budget) for t in _THETAS for limits in standard_limits(flat, trips)]
+    limits = standard_limits(flat, trips)
+    limits = [*stairs_limits(flat, paths, target), *limits, *mixed_limits(limits[0], limits[1])]
+    recipes = [Recipe(few, theta, budget) for theta in _THETAS for few in limits]
     rng = random.Random(seed)
     while used < tries and not best.done:
         if used < len(recipes):
@@ -85,3 +88,14 @@ def _mutate(recipe: Recipe, flat: Flat, rng: random.Random) -> Recipe:
         rank = rng.randrange(len(budget))
         budget[rank] = max(0, budget[rank] + rng.choice((-2, -1, 1, 2)) * flat.weight[0] // 2)
     return Recipe(tuple(limits), theta, tuple(budget))
+
+
+def stairs_limits(flat: Flat, paths: Paths, target: int) -> list[tuple[int, ...]]:
+    """F's before the first B on every rank, as the stairs allow them for the target and a little more."""
+    found: list[tuple[int, ...]] = []
+    if is_chain(flat):
+        for permille in (0, 2, 5, 10, 20):
+            counts = climb(flat, paths, target + target * permille // 1000)
+            if counts is not None and counts not in found:
+                found.append(counts)
+    return found
