@@ -93,6 +93,7 @@ class _Whole(nn.Module):
         super().__init__()
         self.mode = mode
         self.eager = True
+        self.autocast = torch_private.ambient_autocast()
         self.model = model
         self.training = model.training
         self.loss_fn = loss_fn
@@ -100,7 +101,9 @@ class _Whole(nn.Module):
         self.record = record
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with self.mode:
+        with self.mode, contextlib.ExitStack() as regions:
+            for device, dtype in self.autocast:
+                regions.enter_context(torch.autocast(device, dtype))
             return self._forward(tensors)
 
     def _forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -131,6 +134,8 @@ def capture(
 
     A model on the meta device is captured as if it were on ``device`` (default: where the example is,
     else the CPU); without meta tensors ``device`` is not looked at.
+
+    An autocast region around this call becomes part of the graph, as if it stood in the model.
 
     Raises
     ------
@@ -190,7 +195,8 @@ def _export(whole: _Whole, tensors: list[Tensor], model: nn.Module) -> Any:
     """Export the path that the model takes in eager; if that one cannot be exported, the path that it
     keeps for export. The first failure is the one to tell."""
     detached = tuple(tensor.detach() for tensor in tensors)
-    with torch.random.fork_rng(devices=[]), torch_private.quiet():
+    modes = torch.inference_mode(False), torch.enable_grad()
+    with modes[0], modes[1], torch.random.fork_rng(devices=[]), torch_private.quiet():
         try:
             return torch.export.export(whole, detached, strict=False)
         except Exception as error:

@@ -78,7 +78,8 @@ def split_backward(
     UsageError : an unknown ``recompute``.
     """
     _check_recompute(recompute)
-    traced = _trace_all(captured, sources, share)
+    with torch.inference_mode(False), torch.enable_grad():
+        traced = _trace_all(captured, sources, share)
     made: dict[str, tuple[StageSource, StageGraphs]] = {}
     for t in traced:
         if t.key not in made:
@@ -186,8 +187,20 @@ def _trace(
         raise SplitError(f"stage {source.index} cannot be differentiated: {error}") from error
     parameters = {i for i, role in enumerate(source.roles) if role.kind in ("parameter", "buffer")}
     simplify(joint)
+    _refuse_sparse(joint, source)
     rewrite(joint, parameters)
     return _Traced(source, joint, tuple(arguments), len(source.roles), key)
+
+
+def _refuse_sparse(joint: torch_private.JointGraph, source: StageSource) -> None:
+    for position, value in joint.gradients.items():
+        made = None if value is None else value.meta.get("val")
+        if isinstance(made, Tensor) and made.layout != torch.strided and position < len(source.roles):
+            raise SplitError(
+                f"the gradient of {source.roles[position].name} is sparse",
+                where=f"stage {source.index}",
+                fix="make it dense (sparse=False): sums and messages are of dense gradients",
+            )
 
 
 class _StageSplit:

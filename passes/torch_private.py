@@ -35,6 +35,7 @@ __all__ = [
     "ChangeCarriesGradient",
     "FakeTensor",
     "JointGraph",
+    "ambient_autocast",
     "as_fake",
     "as_in_eager",
     "assigned_buffers",
@@ -53,6 +54,17 @@ __all__ = [
     "storage_bytes",
     "wrapper_kind",
 ]
+
+
+_RESAMPLING = (
+    *(f"{kind}{n}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)),
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+)
 
 
 @dataclass(frozen=True)
@@ -100,10 +112,30 @@ def joint_graph(module: nn.Module, arguments: list[Tensor]) -> JointGraph:
 
     No decompositions: only what autograd itself takes apart is taken apart.
     """
-    with contextlib.ExitStack() as stack, quiet():
+    with contextlib.ExitStack() as stack, quiet(), torch.enable_grad(), _resampling_kept_whole():
         joint = aot_export_joint_with_descriptors(stack, module, tuple(arguments), decompositions={})
         graph_module = joint.graph_module
     return _with_roles(graph_module)
+
+
+@contextlib.contextmanager
+def _resampling_kept_whole() -> Iterator[None]:
+    """Without torch's Python versions of upsampling, which index and blend: eager runs one kernel."""
+    taken: list[tuple[Any, Any, Any]] = []
+    for name in _RESAMPLING:
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in () if packet is None else packet.overloads():
+            operator = getattr(packet, overload)
+            for key in (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd):
+                if key in operator.py_kernels:
+                    taken.append((operator, key, operator.py_kernels.pop(key)))
+                    operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, key, kernel in taken:
+            operator.py_kernels[key] = kernel
+            operator._dispatch_cache.clear()
 
 
 def _with_roles(module: GraphModule) -> JointGraph:
@@ -195,6 +227,12 @@ def as_in_eager() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_exporting_flag, torch.compiler._is_compiling_flag = previous
+
+
+def ambient_autocast() -> list[tuple[str, torch.dtype]]:
+    """(device type, dtype) of the autocast regions that the caller is in."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
 
 
 def wrapper_kind(module: nn.Module) -> str:

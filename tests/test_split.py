@@ -272,3 +272,79 @@ def test_signature_hash_is_stable_and_tells_stages_apart() -> None:
     first, second = build(1.0), build(2.0)
     assert first == second
     assert first[0] != first[1]
+
+
+@pytest.mark.parametrize("where", ["autocast", "no_grad", "inference_mode"])
+def test_modes_around_the_capture(where: str) -> None:
+    """Autocast around the call becomes part of the stages; grad modes around it do not matter."""
+    torch.manual_seed(0)
+    model, batches = Stack2(), [vectors()() for _ in range(2)]
+    mode: Any = {
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+    }[where]
+    with mode():
+        built = build_stages(model, 2, batches[0][0], target=batches[0][2], loss_fn=mse)
+    context = mode() if where == "autocast" else torch.enable_grad()
+    with context:
+        expected, reference = run_autograd(model, batches, mse)
+    mine = copy.deepcopy(model)
+    results, grads = run_stages(built, state_of(mine), batches)
+    assert compare(expected, reference, results, grads, mine).text == "bitwise"
+
+
+def test_channels_last_and_complex_parameters() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten())
+    model = model.to(memory_format=torch.channels_last)
+
+    def batch() -> Any:
+        images = torch.randn(2, 4, 8, 8).contiguous(memory_format=torch.channels_last)
+        return (images,), {}, torch.randn(2, 64)
+
+    batches = [batch() for _ in range(2)]
+    built = build_stages(model, 2, batches[0][0], target=batches[0][2], loss_fn=mse)
+    expected, reference = run_autograd(model, batches, mse)
+    mine = copy.deepcopy(model)
+    results, grads = run_stages(built, state_of(mine), batches)
+    assert compare(expected, reference, results, grads, mine).text == "bitwise"
+
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.filter = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(torch.fft.irfft(torch.fft.rfft(self.a(x)) * self.filter, n=8).tanh())
+
+    other, batches = Spectral(), [vectors()() for _ in range(2)]
+    built = build_stages(other, 2, batches[0][0], target=batches[0][2], loss_fn=mse)
+    expected, reference = run_autograd(other, batches, mse)
+    mine = copy.deepcopy(other)
+    results, grads = run_stages(built, state_of(mine), batches)
+    assert compare(expected, reference, results, grads, mine).text == "bitwise"
+
+
+def test_keywords_in_another_order_are_the_same_call() -> None:
+    import zbcompile
+
+    class Divides(Stack):
+        def forward(self, *, x: Tensor, y: Tensor) -> Tensor:
+            return self.b(self.a(x).tanh() - 2 * y)
+
+    torch.manual_seed(0)
+    model = Divides()
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    pipeline = zbcompile.compile(
+        model,
+        2,
+        example_kwargs={"x": x, "y": y},
+        loss_fn=lambda out, _: out.square().mean(),
+        num_microbatches=2,
+    )
+    first, second = [], []
+    pipeline.step(x=x, y=y, losses=first)
+    pipeline.step(y=y, x=x, losses=second)
+    assert torch.equal(torch.stack(first), torch.stack(second))

@@ -86,6 +86,9 @@ class Call:
     def microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[list[Tensor]]:
         """The flat tensors of each microbatch. Raises `ShapeError` or `UsageError` for another form of
         call."""
+        order = self.spec.children[1].keys
+        if set(order) == set(kwargs):
+            kwargs = {key: kwargs[key] for key in order}
         tensors, spec = flatten((args, kwargs, target))
         difference = _difference(self.spec, spec, "")
         if difference is not None:
