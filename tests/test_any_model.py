@@ -187,6 +187,30 @@ def no_grad_region(m: Calls, x: Tensor) -> Tensor:
     return m.third(torch.relu(y)) - target + y.detach() * m.b
 
 
+class Resampled(nn.Module):
+    """Every kind of interpolation: eager runs one kernel for each."""
+
+    def __init__(self, *modes: str) -> None:
+        super().__init__()
+        self.modes = modes
+        self.convolutions = nn.ModuleList(nn.Conv2d(2, 2, 3, padding=1) for _ in modes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for mode, convolution in zip(self.modes, self.convolutions, strict=True):
+            x = F.interpolate(convolution(x), scale_factor=1.5, mode=mode)
+        return x
+
+
+class Blended(Resampled):
+    def __init__(self) -> None:
+        super().__init__("bilinear", "nearest", "bicubic")
+
+
+class Nearest(Resampled):
+    def __init__(self) -> None:
+        super().__init__("nearest-exact", "area")
+
+
 def pictures() -> Tensor:
     torch.manual_seed(0)
     return torch.randn(6, 2, 8, 8)
@@ -200,6 +224,8 @@ def words() -> Tensor:
 MODELS: dict[str, tuple[Any, Callable[[], Tensor], dict[str, Any]]] = {
     "skips": (UNet, pictures, {"stages": 4}),
     "batch-norm": (Norms, pictures, {"stages": 3, "ordered": True}),
+    "resampled": (Blended, pictures, {"stages": 3}),
+    "resampled-nearest": (Nearest, pictures, {"stages": 2}),
     "lstm": (Recurrent, words, {"stages": 3}),
     "experts": (Experts, lambda: batch_of(SIZE), {"stages": 2}),
     "complex": (Complex, lambda: batch_of(SIZE), {"stages": 3}),
@@ -483,6 +509,12 @@ def test_a_searched_order_under_a_memory_limit() -> None:
 def test_more_stages_than_cut_points() -> None:
     with pytest.raises(CutError, match="9 stages wanted"):
         zbcompile.compile(nn.Linear(SIZE, SIZE), 9, example_args=(batch_of(SIZE),), loss_fn=mean_square)
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(9, SIZE, sparse=True), nn.Linear(SIZE, SIZE))
+    with pytest.raises(SplitError, match="0.weight is sparse"):
+        compiled(model, Batch((words(),)), 2, 3, loss_fn=mean_square)
 
 
 @pytest.mark.parametrize(
