@@ -326,11 +326,60 @@ def _one_microbatch(facts: Facts, witness: Witness, out: Derivation) -> None:
     out.add("longest way of one microbatch through the model", best)
 
 
+def _stairs(facts: Facts, witness: Witness, out: Derivation) -> None:
+    """The first B's of all ranks: the least value with which the stairs can be climbed."""
+    count = len(facts.f)
+    edges = facts.problem.profile.edges
+    chain = [(s, s + 1) for s in range(count - 1)]
+    plain = [(e.source, e.target) for e in edges] == chain and all(e.has_gradient for e in edges)
+    if facts.problem.placement.rank_of != tuple(range(count)) or not plain:
+        raise refuse("the stairs are for a chain with one stage per rank")
+    low, high = 0, 1
+    while _climb(facts, high)[-1][-1] < 0:
+        low, high = high, 2 * high
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _climb(facts, middle)[-1][-1] >= 0 else (middle + 1, high)
+    for d, least, forwards, idle, spare in _climb(facts, low - 1) if low else []:
+        out.note(
+            f"        rank {d}, with one ns less: B(1) at {least} or later, {forwards} F before it,"
+            f" idle {idle} of {idle + spare}"
+        )
+    out.add("the least value with which every rank reaches its first B in the idle time it has", low)
+
+
+def _climb(facts: Facts, value: int) -> list[tuple[int, int, int, int, int]]:
+    """From the last rank up: (rank, least time to B(1), F's before it, idle, idle time to spare).
+
+    Ends with the first rank whose time to spare is negative, or with rank 0.
+    """
+    steps: list[tuple[int, int, int, int, int]] = []
+    least, edges = 0, facts.problem.profile.edges
+    for d in range(len(facts.f) - 1, -1, -1):
+        least += facts.f[d]
+        if d < len(facts.f) - 1:
+            there, back = facts.problem.lag_ns(edges[d]), facts.problem.lag_ns(edges[d], backward=True)
+            least += there + facts.b[d + 1] + back
+        head = facts.head(d) if facts.problem.objective == "makespan" else 0
+        allowed = value - head - facts.work(d)
+        fits = min(facts.count, facts.room[d] // facts.saved[d]) if facts.saved[d] else facts.count
+        forwards = min(fits, least // facts.f[d]) if facts.f[d] else fits
+        idle = least - forwards * facts.f[d]
+        if idle > allowed >= 0 and forwards < fits:
+            forwards, idle = forwards + 1, 0
+            least = forwards * facts.f[d]
+        steps.append((d, least, forwards, idle, allowed - idle))
+        if idle > allowed:
+            break
+    return steps
+
+
 _SPAN: dict[str, Callable[[Facts, Witness, Derivation], None]] = {
     "work": _rank_work,
     "window_chain": _rank_work,
     "start_end_idle": _rank_work,
     "area": _area,
+    "stairs": _stairs,
     "enclosing_pair": _enclosing,
 }
 _MAKESPAN: dict[str, Callable[[Facts, Witness, Derivation], None]] = {
