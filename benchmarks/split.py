@@ -160,7 +160,9 @@ def ratio(way: Way, base: Way) -> float:
     return statistics.median(sum(mine) / sum(theirs) for mine, theirs in pairs)
 
 
-def ways_of(case: StageCase, backends: Sequence[str], price: float) -> tuple[list[Way], list[nn.Parameter]]:
+def ways_of(
+    case: StageCase, backends: Sequence[str], recomputes: Sequence[str | float]
+) -> tuple[list[Way], list[nn.Parameter]]:
     """Every way to run the middle stage of ``case``."""
     torch.manual_seed(0)
     model = case.build(case.hidden)
@@ -170,7 +172,7 @@ def ways_of(case: StageCase, backends: Sequence[str], price: float) -> tuple[lis
     sources = partition(captured, 3, split_points=case.split_points)
     ways = [eager(blocks), torch_split(blocks)]
     for backend in backends:
-        for recompute in ("none", price, "min_memory"):
+        for recompute in recomputes:
             stage = split_backward(captured, sources, recompute=recompute, backend=backend)[1]
             if backend == "inductor":
                 calls = [compile_graph(stage, name) for name in Graphs.__slots__[:3]]
@@ -243,15 +245,19 @@ def main() -> None:
     parser.add_argument("--inner", type=int, default=1, help="runs per round (more for tiny stages)")
     parser.add_argument("--backend", choices=("eager", "inductor"), action="append", help="default: eager")
     parser.add_argument("--price", type=float, default=3e9, help="of recompute, bytes per second")
+    parser.add_argument(
+        "--recompute", action="append", help="none, min_memory or full; default: none, the price, min_memory"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", metavar="FILE", help="write the records here, - for stdout")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     console = Console(stderr=options.json == "-", width=130)
+    recomputes = options.recompute or ["none", options.price, "min_memory"]
     records = []
     for name in options.case or list(CASES):
         case = CASES[name](options.hidden)
-        ways, parameters = ways_of(case, options.backend or ["eager"], options.price)
+        ways, parameters = ways_of(case, options.backend or ["eager"], recomputes)
         for way in ways:
             way.held = measure_held(way, case.shape, parameters)
         measure_times(ways, case.shape, parameters, options.rounds, options.inner)
