@@ -368,3 +368,13 @@ def test_a_profile_decides_the_plan_and_a_loss_scale_scales() -> None:
     for p in other.parameters():
         p.grad.div_(4)  # type: ignore[union-attr]
     assert_same_gradients(model, other)
+
+
+def test_one_communicator_gives_the_same_gradients() -> None:
+    model, (x, y) = mlp(), data()
+    pipeline = compiled(model, 4, one_communicator=True)
+    pipeline.step(x, target=y)
+    other = mlp()
+    loop(other, x, y, 4)
+    assert_same_gradients(model, other)
+    assert "SEND_SLOTS = None" in pipeline.source(0)

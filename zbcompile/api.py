@@ -44,6 +44,7 @@ def compile(
     backend: str = "eager",
     verify: bool | None = None,
     time_limit: float = 10.0,
+    one_communicator: bool = False,
     scale_grads: bool = True,
     whole: Sequence[str | int] = (),
     stall_limit: float = 300.0,
@@ -73,6 +74,7 @@ def compile(
     seed : of the random streams (dropout) and of the search.
     recompute, split_points, backend, verify : of the front end; see docs/split.md.
     time_limit : seconds for the search.
+    one_communicator : keep one global order of messages, where a library refuses several communicators.
     scale_grads : divide gradients by the number of microbatches, for a loss that is a mean.
     whole : tensors that every microbatch gets whole: positions of args, names of kwargs.
     stall_limit : seconds after which a rank that waits is reported and the step ended on all ranks.
@@ -105,6 +107,7 @@ def compile(
         seed=seed,
         front={"recompute": recompute, "split_points": split_points, "backend": backend, "verify": verify},
         time_limit_s=time_limit,
+        one_communicator=one_communicator,
         scale_grads=scale_grads,
         whole=tuple(whole),
         stall_limit_s=stall_limit,

@@ -53,6 +53,7 @@ class Asked:
     seed: int
     front: Mapping[str, Any]
     time_limit_s: float
+    one_communicator: bool
     scale_grads: bool
     whole: tuple[str | int, ...]
     stall_limit_s: float
@@ -266,8 +267,9 @@ class Evaluation:
         held = [(*s.parameters, *s.buffers) for s in built.front.stages]
         self.front = driver.build_forward(asked.model, one_args, one_kwargs, one_target, loss_fn, held)
         self.wrapped = loss_fn is not None
-        lowered = driver.plan_forward(self.front.stages, plan.problem, count)
-        setup = Setup(self.front.stages, plan.schedule.placement, count)
+        one = plan.lowered.one_communicator
+        lowered = driver.plan_forward(self.front.stages, plan.problem, count, one)
+        setup = Setup(self.front.stages, plan.schedule.placement, count, one_communicator=one)
         self.runner = built.make_runner(setup, lowered.texts, lowered.predicted)
         self.reader = _reader(asked.model, self.front.stages)
 
@@ -311,6 +313,7 @@ def build(
         count,
         asked.seed,
         frozenset(s.index for s in front.stages if draws_random_numbers(s.graphs.forward)),
+        plan.lowered.one_communicator,
     )
     return Built(asked, group, call, front, plan, setup)
 
@@ -343,6 +346,7 @@ def _options(asked: Asked, ranks: int, count: int) -> Options:
         schedule,
         asked.seed,
         asked.time_limit_s,
+        asked.one_communicator,
     )
 
 
@@ -398,7 +402,8 @@ def _agreed_plan(
         raise problem
     if not text.startswith("ok"):
         raise PipelineError(text)
-    plan = driver.lower(schedule_json.loads(text[2:], "the plan of rank 0").solution())
+    solution = schedule_json.loads(text[2:], "the plan of rank 0").solution()
+    plan = driver.lower(solution, one_communicator=options.one_communicator)
     group.agree({"programs": "\n".join(plan.texts)})
     return plan
 

@@ -82,6 +82,7 @@ class Options:
     schedule: Schedule | None = None
     seed: int = 0
     time_limit_s: float = 10.0
+    one_communicator: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,10 +161,10 @@ def plan(profile: Profile, options: Options, observer: Observer = quiet) -> Plan
     else:
         solution = _search(profile, options)
     observer("plan", solution)
-    return lower(solution, observer)
+    return lower(solution, observer, one_communicator=options.one_communicator)
 
 
-def lower(solution: Solution, observer: Observer = quiet) -> Plan:
+def lower(solution: Solution, observer: Observer = quiet, *, one_communicator: bool = False) -> Plan:
     """merge_backward, insert_comm, check, codegen. An order that has its communication keeps it."""
     schedule, problem = solution.schedule, solution.problem
     if schedule.has_communication:
@@ -172,7 +173,7 @@ def lower(solution: Solution, observer: Observer = quiet) -> Plan:
         if solution.origin != "imported":
             schedule = merge_backward(schedule, problem)
             observer("merge_backward", schedule)
-        lowered = insert_comm(schedule, problem)
+        lowered = insert_comm(schedule, problem, one_communicator=one_communicator)
     observer("insert_comm", lowered.schedule)
     check(lowered.schedule, problem)
     certificate = replace(solution.certificate, value_ns=lowered.value_ns)
@@ -293,7 +294,9 @@ class ForwardFront:
         return unflatten(self.result_spec, leaves)
 
 
-def plan_forward(stages: Sequence[ForwardStage], trained: Problem, num_microbatches: int) -> Forward:
+def plan_forward(
+    stages: Sequence[ForwardStage], trained: Problem, num_microbatches: int, one_communicator: bool = False
+) -> Forward:
     """Stage by stage, each through all microbatches: in model order, so nothing can wait in a circle."""
     placement = trained.placement
     order: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
@@ -302,7 +305,8 @@ def plan_forward(stages: Sequence[ForwardStage], trained: Problem, num_microbatc
     edges = tuple(replace(e, has_gradient=False) for e in edges_of(stages))
     profile = replace(trained.profile, edges=edges)
     problem = Problem.of(profile, placement, num_microbatches, transport=trained.transport)
-    lowered = insert_comm(Schedule.of(placement, num_microbatches, order), problem)
+    schedule = Schedule.of(placement, num_microbatches, order)
+    lowered = insert_comm(schedule, problem, one_communicator=one_communicator)
     timeline = simulate(lowered.schedule, problem)
     starts = {(a.kind, a.stage, a.microbatch): timeline.start[r][k] for r, k, a in lowered.schedule.actions()}
     return Forward(emit(lowered.schedule, problem, None, lowered.send_slots), starts)

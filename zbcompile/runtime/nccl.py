@@ -92,6 +92,9 @@ class NcclTransport:
         self._device, self._rank = device, group.rank
         self._channels: dict[tuple[int, int], _Channel] = {}
         self._open: list[_NcclTicket] = []
+        if setup.one_communicator:
+            self._share_one(group, setup, device)
+            return
         for source, target in directed_pairs(setup):
             pair = group.new_pair("nccl", source, target)
             if pair is not None:
@@ -100,6 +103,17 @@ class NcclTransport:
                 channel.start([torch.zeros(1, dtype=torch.uint8, device=device)])
                 self._channels[source, target] = channel
         torch.cuda.synchronize(device)
+
+    def _share_one(self, group: PipelineGroup, setup: Setup, device: torch.device) -> None:
+        """The fallback: all channels are one communicator and one stream."""
+        everyone = group.new_group("nccl")
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        for source, target in directed_pairs(setup):
+            if group.rank in (source, target):
+                peer = target if group.rank == source else source
+                channel = _Channel(everyone, group.rank == source, peer, device)
+                channel.stream = stream
+                self._channels[source, target] = channel
 
     def post_send(self, peer: int, key: Key, layouts: Sequence[Layout], tensors: list[Tensor]) -> Ticket:
         """Queue a send; the tensors' memory is not reused before it is done."""

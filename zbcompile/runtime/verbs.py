@@ -49,6 +49,7 @@ class Setup:
 
     stages : all of them; a rank runs only its own and needs of the others no more than their ports.
     random_stages : those whose forward draws random numbers.
+    one_communicator : the programs keep one global order of messages, for transports with a single queue.
     layouts : per kind of message (backward, source stage, target stage) the layout of its tensors.
     """
 
@@ -57,6 +58,7 @@ class Setup:
     num_microbatches: int
     seed: int = 0
     random_stages: frozenset[int] = frozenset()
+    one_communicator: bool = False
     wiring: Wiring = field(init=False)
     layouts: Mapping[tuple[bool, int, int], tuple[Layout, ...]] = field(init=False)
     tied: Mapping[str, tuple[int, ...]] = field(init=False)
