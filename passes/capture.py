@@ -96,7 +96,7 @@ class _Whole(nn.Module):
         self.autocast = torch_private.ambient_autocast()
         self.model = model
         self.training = model.training
-        self.loss_fn = loss_fn
+        self.losses = (loss_fn,)  # in a tuple: a loss that is a module is no part of the model
         self.spec = spec
         self.record = record
 
@@ -112,7 +112,8 @@ class _Whole(nn.Module):
         with torch_private.as_in_eager() if self.eager else contextlib.nullcontext():
             value = self.model(*args, **kwargs)
         _as_changes(before, self.model)
-        loss = None if self.loss_fn is None else self.loss_fn(value, target)
+        (loss_fn,) = self.losses
+        loss = None if loss_fn is None else loss_fn(value, target)
         if loss is not None:
             value = {"loss": loss, "output": value}
         results, self.record.spec = flatten(value, results=True)
@@ -143,6 +144,7 @@ def capture(
         names the source line and the module path.
     """
     refuse_wrappers(model)
+    _refuse_trained_loss(loss_fn)
     tensors, spec = flatten((tuple(args), dict(kwargs or {}), target))
     if not tensors:
         raise UsageError("the example holds no tensor", fix="give example args or kwargs with a tensor")
@@ -176,6 +178,17 @@ def _as_changes(before: Mapping[tuple[nn.Module, str], Tensor], model: nn.Module
         with torch.no_grad():
             old.copy_(new.detach())
         torch_private.set_buffer(module, name, old)
+
+
+def _refuse_trained_loss(loss_fn: object) -> None:
+    """Buffers of a loss module (class weights) are constants; parameters would have no stage to live in."""
+    for name, parameter in loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ():
+        if parameter.requires_grad:
+            raise UsageError(
+                "the loss function has a parameter to train",
+                where=f"loss_fn.{name}",
+                fix="make the loss part of the model, which then returns it",
+            )
 
 
 def _own_loss(value: Any) -> Any:
