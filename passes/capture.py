@@ -109,7 +109,8 @@ class _Whole(nn.Module):
     def _forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         args, kwargs, target = unflatten(self.spec, tensors)
         before = torch_private.assigned_buffers(self.model)
-        with torch_private.as_in_eager() if self.eager else contextlib.nullcontext():
+        as_eager = torch_private.as_in_eager() if self.eager else contextlib.nullcontext()
+        with as_eager, torch_private.without_tensor_hooks():
             value = self.model(*args, **kwargs)
         _as_changes(before, self.model)
         (loss_fn,) = self.losses

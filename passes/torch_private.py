@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from zbcompile.errors import SplitError
+from zbcompile.errors import CaptureError, SplitError
 
 try:
     import torch._functorch.config
@@ -52,6 +53,7 @@ __all__ = [
     "region_of_call",
     "set_buffer",
     "storage_bytes",
+    "without_tensor_hooks",
     "wrapper_kind",
 ]
 
@@ -233,6 +235,26 @@ def ambient_autocast() -> list[tuple[str, torch.dtype]]:
     """(device type, dtype) of the autocast regions that the caller is in."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
+@contextlib.contextmanager
+def without_tensor_hooks() -> Iterator[None]:
+    """While active, a gradient hook on a tensor is refused with its source line: no stage would call it."""
+    given = Tensor.register_hook
+
+    def refuse(tensor: Tensor, hook: Any) -> Any:
+        frame = sys._getframe(1)
+        raise CaptureError(
+            "cannot capture a gradient hook on a tensor: it would not run",
+            where=f"{frame.f_code.co_filename}:{frame.f_lineno}",
+            fix="do its work in a torch.autograd.Function, or on param.grad after the step",
+        )
+
+    Tensor.register_hook = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.register_hook = given  # type: ignore[method-assign]
 
 
 def wrapper_kind(module: nn.Module) -> str:

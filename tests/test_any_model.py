@@ -27,7 +27,7 @@ from tests.pipeline_oracle import (
     same,
     same_state,
 )
-from zbcompile.errors import CutError, SplitError, UsageError, ZBCompileError
+from zbcompile.errors import CaptureError, CutError, SplitError, UsageError, ZBCompileError
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -528,6 +528,19 @@ def test_a_searched_order_under_a_memory_limit() -> None:
 def test_more_stages_than_cut_points() -> None:
     with pytest.raises(CutError, match="9 stages wanted"):
         zbcompile.compile(nn.Linear(SIZE, SIZE), 9, example_args=(batch_of(SIZE),), loss_fn=mean_square)
+
+
+def hooked(m: Calls, x: Tensor) -> Tensor:
+    y = m.first(x)
+    y.register_hook(lambda grad: grad * 3)
+    return m.second(y)
+
+
+def test_gradient_hooks_on_tensors_are_refused_by_line() -> None:
+    given = Tensor.register_hook
+    with pytest.raises(CaptureError, match="hook.*test_any_model.py:"):
+        compiled(Calls(hooked), Batch((batch_of(SIZE),)), 2, 3, loss_fn=mean_square)
+    assert Tensor.register_hook is given
 
 
 def test_sparse_gradients_are_refused_by_name() -> None:
