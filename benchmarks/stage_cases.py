@@ -96,9 +96,9 @@ def _llama(hidden: int) -> nn.Module:
     config = LlamaConfig(
         num_hidden_layers=6,
         hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3 // 8 * 8,
+        intermediate_size=-(-hidden * 8 // 3 // 128) * 128,
         num_attention_heads=max(2, hidden // 64),
-        num_key_value_heads=max(2, hidden // 64),
+        num_key_value_heads=max(1, hidden // 128),
         vocab_size=VOCABULARY,
         max_position_embeddings=LENGTH,
         use_cache=False,
