@@ -212,10 +212,18 @@ def crossing_bound(
 
 
 def candidates(flat: Flat, finest: int) -> Iterator[tuple[int, Fraction]]:
-    """(rank, grid) pairs worth trying: rank 0 on every grid, then the others on the coarse ones."""
+    """(rank, grid) pairs worth trying, grids from coarse to fine.
+
+    The ranks with the highest window bound come first; the last rank, which waits for nobody, never.
+    """
+    paths = Paths.of(flat)
+    ranks = sorted(
+        range(max(1, flat.num_ranks - 1)),
+        key=lambda d: (-flat.work(d) - window_chain(flat, paths.f_to_b(d, d), d).idle_ns, d),
+    )
     chosen = grids(flat, finest)
     for grid in chosen:
-        yield 0, grid
-    for grid in chosen[:2]:
-        for rank in range(1, max(1, flat.num_ranks - 1)):
+        yield ranks[0], grid
+    for grid in chosen:
+        for rank in ranks[1:3]:
             yield rank, grid

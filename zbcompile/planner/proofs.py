@@ -47,12 +47,12 @@ def prove_exact(best: Best, seed: int, time_limit_s: float) -> None:
 
 
 def crossing_applies(best: Best) -> bool:
-    """One stage per rank, not too many microbatches, and less memory than the round trip could use."""
+    """One stage per rank, not too many microbatches, and at most the memory of p microbatches."""
     flat = best.flat
     return (
         is_chain(flat)
         and flat.num_microbatches <= CROSSING_MICROBATCHES
-        and min(flat.room[r] // max(1, flat.saved[r]) for r in range(flat.num_ranks)) < flat.num_ranks
+        and min(flat.room[r] // max(1, flat.saved[r]) for r in range(flat.num_ranks)) <= flat.num_ranks
     )
 
 
