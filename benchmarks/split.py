@@ -226,6 +226,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
         "B ms",
         "W ms",
         "F+B+W / eager",
+        "best / best",
         "held after F",
         "predicted",
         "held after B",
