@@ -92,7 +92,11 @@ def torch_split(stage: nn.Module) -> Way:
 
 
 def ours(name: str, stage: StageGraphs, state: Mapping[str, Tensor], *, fused: bool = False) -> Way:
-    """The stage's graphs: F, then B and W or the fused BW."""
+    """The stage's graphs: F, then B and W or the fused BW; gradients land in ``.grad`` as with autograd."""
+
+    def keep(grads: dict[str, Tensor]) -> None:
+        for name, grad in grads.items():
+            state[name].grad = grad
 
     def run(x: list[Tensor], gy: list[Tensor]) -> Phases:
         with torch.no_grad():
@@ -101,12 +105,12 @@ def ours(name: str, stage: StageGraphs, state: Mapping[str, Tensor], *, fused: b
             yield
             grads: list[Tensor | None] = [gy.pop()]
             if fused:
-                stage.run_full_backward(saved, grads)
+                keep(stage.run_full_backward(saved, grads)[1])
                 yield
             else:
                 after = stage.run_backward_input(saved, grads)[1]
                 yield
-                stage.run_backward_weight(after)
+                keep(stage.run_backward_weight(after))
             yield
 
     return Way(name, run, (stage.saved_bytes, stage.saved_for_weight_bytes))
