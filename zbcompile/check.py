@@ -164,12 +164,13 @@ def _message_order(schedule: Schedule, problem: Problem) -> list[CheckError]:
     for channel in sorted(set(sent) | set(received)):
         left, right = sent.get(channel, []), received.get(channel, [])
         where = f"channel from rank {channel[0]} to rank {channel[1]}"
+        arrivals, departures = set(right), set(left)
         for message in left:
-            if message not in set(right):
+            if message not in arrivals:
                 found.append(CheckError(f"{message.send} is sent and never received", where=where))
                 return found
         for message in right:
-            if message not in set(left):
+            if message not in departures:
                 found.append(CheckError(f"{message.recv} is received and never sent", where=where))
                 return found
         for k, (a, b) in enumerate(zip(left, right, strict=True)):
