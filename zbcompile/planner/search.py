@@ -23,12 +23,14 @@ class Effort:
     """How much to search.
 
     blocks, dispatches : patterns tried by each decoder. tries : annealing tries per order in the first
-    round; three times as many in each further round, over the better third of the orders.
+    round; three times as many in each further round, over the better third of the orders. seeds : most
+    orders annealed: few where every try is slow.
     """
 
     blocks: int = 40
     dispatches: int = 400
     tries: int = 40_000
+    seeds: int = 12
 
     @staticmethod
     def of(flat: Flat, level: int = 1) -> Effort:
@@ -36,7 +38,10 @@ class Effort:
         actions = 3 * flat.num_stages * flat.num_microbatches
         scale = min(1.0, 1200 / actions)
         return Effort(
-            max(15, int(40 * scale)), max(60, int(400 * scale)), max(500, int(40_000 * scale * level))
+            max(15, int(40 * scale)),
+            max(60, int(400 * scale * min(2, level))),
+            max(500, int(40_000 * scale * level)),
+            12 if actions < 2000 else 5 if actions < 4000 else 2,
         )
 
 
@@ -103,9 +108,10 @@ def pattern_orders(best: Best, annealer: Annealer, effort: Effort, rng: random.R
     if several and best.seconds_left > 0:
         found = block_orders(best.flat, annealer, effort.blocks, rng)
     dispatcher, slots = Dispatcher(best.flat), 3 * -(-best.flat.num_stages // best.flat.num_ranks)
-    for period in (slots, slots + 3) if several else (slots, 2 * slots):
+    for period in (slots, slots, slots, slots + 3) if several else (slots, 2 * slots):
+        own = random.Random(rng.random())
         if best.seconds_left > 0:
-            found += dispatched_orders(best.flat, annealer, dispatcher, effort.dispatches, period, rng)
+            found += dispatched_orders(best.flat, annealer, dispatcher, effort.dispatches, period, own)
     return found
 
 
@@ -121,7 +127,7 @@ class Search:
         """Take the best of the orders given and of those that patterns make."""
         found = _distinct(_scored(self.annealer, seeds))[:4]
         found += pattern_orders(self.best, self.annealer, self.effort, random.Random(self.seed))
-        self.pool = _distinct(found)
+        self.pool = _distinct(found)[: self.effort.seeds]
         for _, _, codes in self.pool:
             self.best.offer(codes, "pattern")
 
