@@ -334,7 +334,7 @@ def inductor_compile(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]
         output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
         record_original_output_strides(traced)
         with V.set_fake_mode(modes[0] if modes else fake_mode()):
-            return compile_fx_inner(traced, examples, is_inference=True)  # type: ignore[no-any-return]
+            return compile_fx_inner(traced, examples, is_inference=True)
 
 
 def missing_compiler() -> str:

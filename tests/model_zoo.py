@@ -136,8 +136,8 @@ TRANSFORMERS: dict[str, Case] = {
     ),
     "mamba2": Case(
         hugging("Mamba2Config", "Mamba2ForCausalLM", vocab_size=VOCABULARY, hidden_size=32,
-                num_hidden_layers=3, num_heads=8, head_dim=8, state_size=8, n_groups=1, chunk_size=4, bos_token_id=1,
-                eos_token_id=2, pad_token_id=0),
+                num_hidden_layers=3, num_heads=8, head_dim=8, state_size=8, n_groups=1, chunk_size=4,
+                bos_token_id=1, eos_token_id=2, pad_token_id=0),
         labelled(),
     ),
     "bert": Case(hugging("BertConfig", "BertModel", **BERT), tokens(), first_mean),

@@ -13,7 +13,6 @@ from zbcompile.passes.sequence import run_backward, run_forward
 from zbcompile.passes.verify import verify
 from zbcompile.passes.verify_reasons import INDUCTOR, INDUCTOR_TOLERANCE
 
-
 pytestmark = pytest.mark.timeout(600)
 
 
