@@ -31,6 +31,11 @@ class SleepingPort:
     is_result: bool = False
     is_loss: bool = False
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the message."""
+        return self.shape[0]
+
 
 class Sleeping:
     """One stage of a profile: F, B, W and BW sleep as long as planned; messages have the planned size.
