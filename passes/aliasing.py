@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from zbcompile.passes.torch_private import OpOverload, schema
+
 __all__ = ["StorageGroups", "changed_arguments", "is_random", "tensor_bytes", "viewed_arguments"]
 
 _NORMS_WITH_STATISTICS = ("aten.batch_norm.", "aten.instance_norm.")
@@ -21,7 +23,7 @@ _IDENTITY_IN_EVAL = ("aten.dropout.", "aten.feature_dropout.", "aten.alpha_dropo
 
 def changed_arguments(node: Node) -> list[Node]:
     """Nodes whose storage ``node`` writes to: schema annotations, and statistics of norms in training."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return []
     name = str(node.target)
     if name.startswith(_NO_DATA_WRITTEN):
@@ -42,7 +44,7 @@ def viewed_arguments(node: Node) -> list[Node]:
         return []
     if getattr(node.target, "__name__", "") == "getitem":
         return _nodes(node.args[0])
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return []
     found = [
         inner
@@ -59,7 +61,7 @@ def viewed_arguments(node: Node) -> list[Node]:
 def is_random(node: Node) -> bool:
     """True for a call that draws from the random state."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     if str(target).startswith(_IDENTITY_IN_EVAL):
         return bool(node.args[2])
@@ -101,7 +103,7 @@ class StorageGroups:
 
 def _bound(node: Node) -> Iterator[tuple[Any, Any]]:
     target: Any = node.target
-    for position, argument in enumerate(target._schema.arguments):
+    for position, argument in enumerate(schema(target).arguments):
         if position < len(node.args):
             yield argument, node.args[position]
         elif argument.name in node.kwargs:

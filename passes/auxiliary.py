@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch.fx import Node
 
 from zbcompile.passes.aliasing import StorageGroups, changed_arguments, is_random
 from zbcompile.passes.capture import Captured
 from zbcompile.passes.custom_functions import is_function_call
 from zbcompile.passes.op_costs import flops, is_heavy
+from zbcompile.passes.torch_private import OpOverload
 
 __all__ = ["auxiliary_nodes", "needed_auxiliary"]
 
@@ -45,9 +45,7 @@ def _is_root_taint(node: Node, captured: Captured, changed: set[Node], limit: fl
         return True
     if is_heavy(node) and flops(node) >= limit:
         return True
-    plain = (
-        isinstance(node.target, torch._ops.OpOverload) or getattr(node.target, "__name__", "") == "getitem"
-    )
+    plain = isinstance(node.target, OpOverload) or getattr(node.target, "__name__", "") == "getitem"
     return not plain
 
 

@@ -20,6 +20,7 @@ from zbcompile.errors import SplitError, UsageError
 from zbcompile.passes import torch_private
 from zbcompile.passes.op_costs import seconds
 from zbcompile.passes.stage_graphs import Graphs, StageGraphs
+from zbcompile.passes.torch_private import OpOverload
 
 __all__ = ["BACKENDS", "check_backend", "compile_graph", "recompute_seconds", "with_backend"]
 
@@ -84,6 +85,6 @@ def recompute_seconds(node: Node, backend: str) -> float:
 
 def _is_elementwise(node: Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return False
     return isinstance(node.meta.get("val"), Tensor)

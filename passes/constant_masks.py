@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 
 from zbcompile.passes.aliasing import changed_arguments, is_random
 from zbcompile.passes.capture import Captured
+from zbcompile.passes.torch_private import OpOverload
 
 __all__ = ["fold_constant_masks", "is_mask_of_transformers"]
 
@@ -95,7 +96,7 @@ def _is_constant(node: Node, captured: Captured) -> bool:
         return role.kind == "constant" and not captured.constants[role.name].is_meta
     if node.op != "call_function" or is_random(node) or changed_arguments(node):
         return False
-    return isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    return isinstance(node.target, OpOverload) or node.target is operator.getitem
 
 
 def _evaluate(mask: Node, cone: list[Node], captured: Captured) -> Tensor:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from zbcompile.costs import Link, Profile, StageCost
 from zbcompile.devices import DEVICES, Device, device_named
 from zbcompile.passes.measure import edges_of
 from zbcompile.passes.stage_graphs import Graphs, StageGraphs
+from zbcompile.passes.torch_private import schema, tree_leaves, tree_map
 
 __all__ = ["OpCount", "count_graph", "counted_ns", "counted_profile", "measure_cpu"]
 
@@ -174,7 +174,7 @@ def _flops(node: Node, outputs: Sequence[Tensor]) -> int:
 
 def _is_causal(node: Node) -> bool:
     """An attention call that skips the upper half of the scores."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    arguments = schema(node.target).arguments
     position = next((i for i, a in enumerate(arguments) if a.name == "is_causal"), None)
     if position is None:
         return False

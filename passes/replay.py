@@ -66,14 +66,14 @@ class Replay(nn.Module):
         return target(*args, **kwargs)
 
     def _separate(self, outputs: list[Tensor], arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        seen = {_storage(argument) for argument in arguments}
+        seen = {torch_private.storage_key(argument) for argument in arguments}
         results = []
         for position, output in enumerate(outputs):
             if position not in self.live:
                 output = output.detach()
-            if _storage(output) in seen:
+            if torch_private.storage_key(output) in seen:
                 output = output.clone()
-            seen.add(_storage(output))
+            seen.add(torch_private.storage_key(output))
             results.append(output)
         return tuple(results)
 
@@ -103,7 +103,3 @@ def _mode(region: Region) -> Any:
         return torch.set_grad_enabled(*region.settings)
     device, dtype, enabled = region.settings[:3]
     return torch.autocast(device, dtype, enabled, cache_enabled=True)
-
-
-def _storage(value: Tensor) -> int:
-    return int(value.untyped_storage()._cdata)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
 from zbcompile.passes.aliasing import is_random
 from zbcompile.passes.joint_rewrites import storage_root
-from zbcompile.passes.torch_private import JointGraph
+from zbcompile.passes.torch_private import JointGraph, OpOverload, schema
 
 __all__ = ["simplify"]
 
@@ -90,9 +89,9 @@ def _is_pure(node: Node) -> bool:
     if node.target is operator.getitem:
         return True
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or is_random(node):
+    if not isinstance(target, OpOverload) or is_random(node):
         return False
-    if target._schema.is_mutable or not str(target).startswith(("aten.", "prims.")):
+    if schema(target).is_mutable or not str(target).startswith(("aten.", "prims.")):
         return False
     return not str(target).startswith(("aten.empty", "aten.new_empty", "aten._assert", "aten.sym_constrain"))
 

@@ -80,7 +80,7 @@ def stand_ins(
     places: list[tuple[Any, str, Tensor]] = [
         (table, name, value)
         for module in model.modules()
-        for table in (module._parameters, module._buffers)
+        for table in torch_private.tensor_tables(module)
         for name, value in table.items()
         if value is not None
     ]

@@ -21,6 +21,7 @@ from zbcompile.passes.capture import Captured
 from zbcompile.passes.custom_functions import FunctionCall, is_function_call
 from zbcompile.passes.partition import StageSource
 from zbcompile.passes.stage_graphs import StageGraphs
+from zbcompile.passes.torch_private import OpOverload
 from zbcompile.passes.values import Spec
 
 __all__ = ["renamed", "structural_hash"]
@@ -78,7 +79,7 @@ class _Body:
             return ""
         if node.op == "get_attr":
             return self._attribute(_reach(self.module, str(node.target)))
-        if isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, OpOverload):
             return str(node.target)
         return _identity(node.target)
 

@@ -24,8 +24,10 @@ try:
     import torch._functorch.config
     from torch._functorch._aot_autograd import descriptors
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx import traceback as fx_traceback
+    from torch.utils._pytree import tree_leaves, tree_map
 except ImportError as error:  # pragma: no cover
     raise SplitError(
         f"torch {torch.__version__} lacks a name that the split needs: {error}",
@@ -36,6 +38,7 @@ __all__ = [
     "ChangeCarriesGradient",
     "FakeTensor",
     "JointGraph",
+    "OpOverload",
     "ambient_autocast",
     "as_fake",
     "as_in_eager",
@@ -51,8 +54,13 @@ __all__ = [
     "preserve_node_meta",
     "quiet",
     "region_of_call",
+    "schema",
     "set_buffer",
     "storage_bytes",
+    "storage_key",
+    "tensor_tables",
+    "tree_leaves",
+    "tree_map",
     "without_tensor_hooks",
     "wrapper_kind",
 ]
@@ -275,6 +283,21 @@ def parameter_kind(parameter: Tensor) -> str:
     return "" if type(data) is Tensor or isinstance(data, FakeTensor) else type(data).__name__
 
 
+def schema(target: Any) -> Any:
+    """The operator's schema: arguments with alias annotations, whether it changes any."""
+    return target._schema
+
+
+def storage_key(value: Tensor) -> int:
+    """Equal for two tensors, fake ones too, iff they share storage."""
+    return int(value.untyped_storage()._cdata)
+
+
+def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The module's own parameters and buffers, to be replaced in place."""
+    return module._parameters, module._buffers
+
+
 def storage_bytes(value: Tensor) -> int:
     """Bytes of a fake tensor's storage; the upper bound where the size depends on data."""
     size: Any = value.untyped_storage().nbytes()
@@ -331,7 +354,8 @@ def inductor_compile(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]
             lambda *given: module.forward(list(given)), decomposition_table=select_decomp_table()
         )(*examples)
         output = traced.graph.output_node()
-        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+        results: Any = output.args[0]
+        output.meta["user_visible_output_idxs"] = list(range(len(results)))
         record_original_output_strides(traced)
         with V.set_fake_mode(modes[0] if modes else fake_mode()):
             return compile_fx_inner(traced, examples, is_inference=True)

@@ -175,3 +175,16 @@ def test_unknown_objects_in_results_say_that_they_are_not_carried() -> None:
     assert isinstance(back["cache"], NotCarried)
     with pytest.raises(UsageError, match="Cache is not carried"):
         _ = back["cache"].keys
+
+
+def test_private_torch_names_live_in_one_file() -> None:
+    import re
+    from pathlib import Path
+
+    folder = Path(__file__).parent.parent / "passes"
+    private = re.compile(r"\btorch(\.\w+)*\._[a-z]|\._schema\b|\._cdata\b|\._buffers\b|\._parameters\b")
+    for file in sorted(folder.glob("*.py")):
+        if file.name != "torch_private.py":
+            lines = [line for line in file.read_text().splitlines() if '"' not in line]
+            found = [line.strip() for line in lines if private.search(line)]
+            assert not found, (file.name, found)
