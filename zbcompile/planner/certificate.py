@@ -249,7 +249,7 @@ def _cp_sat(
     from zbcompile.planner.flat import Flat
 
     flat, shorter = Flat.of(problem).relaxed(), None
-    if 3 * flat.num_stages * flat.num_microbatches <= _MOST_ACTIONS:
+    if solver.limit > 0 and 3 * flat.num_stages * flat.num_microbatches <= _MOST_ACTIONS:
         shorter = refute(flat, solver.target, time_limit_s=solver.limit)
     if shorter is False:
         raise refuse("the solver finds an order below the bound", f"none below {solver.target} ns")
@@ -278,6 +278,8 @@ def _crossing(
         raise refuse("the witness's grid is no pair of positive whole numbers", given=grid)
     head = facts.head(rank) if problem.objective == "makespan" else 0
     wanted = solver.target - head
+    if solver.limit <= 0:
+        return _without_solver(problem, out, solver)
     found = crossing_bound(
         flat, rank, Fraction(grid[0], grid[1]), upper_ns=max(1, wanted), time_limit_s=solver.limit
     )
