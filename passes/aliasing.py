@@ -6,11 +6,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
-from zbcompile.passes.torch_private import OpOverload, schema
+from zbcompile.passes.torch_private import OpOverload, schema, storage_bytes
 
-__all__ = ["StorageGroups", "changed_arguments", "is_random", "tensor_bytes", "viewed_arguments"]
+__all__ = [
+    "StorageGroups",
+    "changed_arguments",
+    "is_random",
+    "owned_bytes",
+    "tensor_bytes",
+    "viewed_arguments",
+]
 
 _NORMS_WITH_STATISTICS = ("aten.batch_norm.", "aten.instance_norm.")
 _NO_DATA_WRITTEN = ("aten.detach_.",)
@@ -114,3 +122,26 @@ def _nodes(value: Any) -> list[Node]:
     found: list[Node] = []
     torch.fx.map_arg(value, lambda node: found.append(node))
     return found
+
+
+def owned_bytes(node: Node) -> int | None:
+    """Bytes of the storage that ``node`` owns; None for views and tuples, which are never kept."""
+    if viewed_arguments(node) and not _picks_owner(node):
+        return None
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return _extent(value) if node.op == "placeholder" else storage_bytes(value)
+    return 8 if isinstance(value, int | float | torch.SymInt | torch.SymFloat) else None
+
+
+def _extent(value: Tensor) -> int:
+    """Bytes from the first to the last element: what an argument of these strides needs at least."""
+    if value.numel() == 0:
+        return 0
+    last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+    return (last + 1) * value.element_size()
+
+
+def _picks_owner(node: Node) -> bool:
+    """A getitem of a call that makes several new tensors (not views)."""
+    return getattr(node.target, "__name__", "") == "getitem" and not viewed_arguments(node.args[0])  # type: ignore[arg-type]

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import networkx as nx
 from torch.fx import Node
 
+from zbcompile.passes.walks import past
+
 __all__ = ["Phase", "cut", "leaves"]
 
 INFINITE = None
@@ -43,7 +45,7 @@ class Phase:
 
 def cut(phase: Phase) -> set[Node]:
     """The values to keep for the later phase (those in ``free`` that it reads are not among them)."""
-    relevant = _past(phase.needed)
+    relevant = past(phase.needed)
     network = nx.DiGraph()
     network.add_nodes_from(["source", "sink"])
     for node in phase.nodes:
@@ -92,17 +94,6 @@ def _edge(network: nx.DiGraph, tail: object, head: object, capacity: int | None)
         network.add_edge(tail, head)
     else:
         network.add_edge(tail, head, capacity=capacity)
-
-
-def _past(nodes: Iterable[Node]) -> set[Node]:
-    found: set[Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found
 
 
 def leaves(outputs: Iterable[Node], kept: Collection[Node]) -> tuple[set[Node], set[Node]]:

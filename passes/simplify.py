@@ -16,6 +16,7 @@ from torch.fx import Node
 from zbcompile.passes.aliasing import is_random
 from zbcompile.passes.joint_rewrites import storage_root
 from zbcompile.passes.torch_private import JointGraph, OpOverload, schema
+from zbcompile.passes.walks import past
 
 __all__ = ["simplify"]
 
@@ -35,7 +36,7 @@ class _Simplifier:
         self.graph = joint.module.graph
         ends = (joint.outputs, joint.mutations, joint.gradients)
         self.boundary = {value for role in ends for value in role.values() if isinstance(value, Node)}
-        self.forward = _past([*joint.outputs.values(), *joint.mutations.values()])
+        self.forward = past([*joint.outputs.values(), *joint.mutations.values()])
         self.boundary_roots = {storage_root(node) for node in self.boundary}
         self.changed = {joint.arguments[i] for i in joint.mutations}
         self.known: dict[Any, Node] = {}
@@ -123,14 +124,3 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, slice):
         return ("slice", _frozen(value.start), _frozen(value.stop), _frozen(value.step))
     return (type(value).__name__, repr(value)) if isinstance(value, float) else (type(value).__name__, value)
-
-
-def _past(values: list[Any]) -> set[Node]:
-    found: set[Node] = set()
-    waiting = [value for value in values if isinstance(value, Node)]
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from zbcompile.errors import SplitError, UsageError
 from zbcompile.passes import torch_private
-from zbcompile.passes.aliasing import is_random, viewed_arguments
+from zbcompile.passes.aliasing import is_random, owned_bytes, viewed_arguments
 from zbcompile.passes.backends import recompute_seconds
 from zbcompile.passes.capture import Captured
 from zbcompile.passes.collection import collection_paused
@@ -30,6 +30,7 @@ from zbcompile.passes.save_set import Phase, cut, leaves
 from zbcompile.passes.simplify import simplify
 from zbcompile.passes.stage_graphs import Graphs, Layout, Port, StageGraphs
 from zbcompile.passes.structural_hash import renamed, structural_hash
+from zbcompile.passes.walks import past
 
 __all__ = ["Recompute", "split_backward"]
 
@@ -272,22 +273,22 @@ class _StageSplit:
 
     def _cut_weight(self) -> set[Node]:
         """(F and B) -> W. Cheap work of W moves into B where that holds fewer bytes (norm parameters)."""
-        forward = _past(self.results)
-        early = forward | _past(self.input_grads.values())
+        forward = past(self.results)
+        early = forward | past(self.input_grads.values())
         if self.input_grads:
             late = {n for n in self.nodes if n not in early and _stays_late(n)}
         else:
             late = {n for n in self.late if n not in early and n.op != "placeholder"}
         grads = list(self.weight_grads.values())
-        return cut(Phase(self.nodes, grads, late, early, self._free(), _size, self._price))
+        return cut(Phase(self.nodes, grads, late, early, self._free(), owned_bytes, self._price))
 
     def _cut_backward(self, for_weight: set[Node]) -> set[Node]:
         """F -> (B and what B leaves for W)."""
-        forward = _past(self.results)
+        forward = past(self.results)
         needed = [*self.input_grads.values(), *(n for n in self.nodes if n in for_weight)]
         late = {n for n in self.late if n.op != "placeholder"}
         free = self._free() | set(self.tangents)
-        return cut(Phase(self.nodes, needed, late, forward, free, _size, self._price))
+        return cut(Phase(self.nodes, needed, late, forward, free, owned_bytes, self._price))
 
     def _assemble(self, for_weight: set[Node], for_backward: set[Node]) -> StageGraphs:
         source, grads = self.source, list(self.weight_grads.values())
@@ -358,7 +359,7 @@ class _StageSplit:
     def _held(self, nodes: Sequence[Node]) -> int:
         free = self._free()
         roots = dict.fromkeys(storage_root(node) for node in nodes if node not in free)
-        return sum(_size(root) or 0 for root in roots if root not in free)
+        return sum(owned_bytes(root) or 0 for root in roots if root not in free)
 
     def _input_port(self, position: int, wire: Wire) -> Port:
         value = self.traced.values[self.traced.num_state + position]
@@ -389,37 +390,3 @@ def _port(wire: Wire, value: Any, has_gradient: bool) -> Port:
 
 def _stays_late(node: Node) -> bool:
     return node.op == "call_function" and (is_heavy(node) or str(node.target).startswith(_GATHERS))
-
-
-def _size(node: Node) -> int | None:
-    """Bytes of the storage that ``node`` owns; None for views and tuples, which are never kept."""
-    if viewed_arguments(node) and not _picks_owner(node):
-        return None
-    value = node.meta.get("val")
-    if isinstance(value, Tensor):
-        return _extent(value) if node.op == "placeholder" else torch_private.storage_bytes(value)
-    return 8 if isinstance(value, int | float | torch.SymInt | torch.SymFloat) else None
-
-
-def _extent(value: Tensor) -> int:
-    """Bytes from the first to the last element: what an argument of these strides needs at least."""
-    if value.numel() == 0:
-        return 0
-    last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
-    return (last + 1) * value.element_size()
-
-
-def _picks_owner(node: Node) -> bool:
-    """A getitem of a call that makes several new tensors (not views)."""
-    return getattr(node.target, "__name__", "") == "getitem" and not viewed_arguments(node.args[0])  # type: ignore[arg-type]
-
-
-def _past(nodes: Collection[Node] | Any) -> set[Node]:
-    found: set[Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return found

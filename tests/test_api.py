@@ -295,6 +295,22 @@ def test_bad_arguments_are_refused_with_both_sides() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": torch.relu}, "the model must be an nn.Module"),
+        ({"example_args": torch.ones(4, 4)}, "example_args must be a tuple"),
+        ({"example_kwargs": [1]}, "example_kwargs must map"),
+        ({"memory_limit": 4e9}, "memory_limit must be whole bytes"),
+        ({"memory_limit": "4GiB"}, "memory_limit must be whole bytes"),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_refused_by_name(change: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {"model": nn.Linear(4, 4), "num_stages": 1, **change}
+    with pytest.raises(UsageError, match=words):
+        zbcompile.compile(**given)
+
+
 def test_another_shape_dtype_or_form_of_call_is_refused_before_anything_runs() -> None:
     model, (x, y) = mlp(), data()
     pipeline = compiled(model)

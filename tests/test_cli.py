@@ -61,6 +61,18 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, s
     return code, captured.out, captured.err
 
 
+@pytest.mark.parametrize("text", ["", "[1]", "NaN", "1e999", "[" * 100_000])
+@pytest.mark.parametrize("command", ["show", "check", "convert"])
+def test_a_file_named_json_is_read_as_json(capsys, tmp_path: Path, command: str, text: str) -> None:
+    path = tmp_path / "broken.json"
+    path.write_text(text)
+    code, out, err = run(capsys, command, path, *(["--to", "csv"] if command == "convert" else []))
+    assert (code, out) == (2, "")
+    assert "broken.json" in err
+    assert "action" not in err
+    assert "None" not in err
+
+
 def test_plan_writes_a_schedule_and_talks_elsewhere(capsys, profile_path: Path) -> None:
     code, out, err = run(capsys, "plan", profile_path, "--cap", "1p", "--time-limit", "20")
     assert code == 0

@@ -89,14 +89,13 @@ def compile(
         raise UsageError("num_stages must be a positive whole number", given=num_stages)
     if num_microbatches is not None and not _is_count(num_microbatches):
         raise UsageError("num_microbatches must be a positive whole number", given=num_microbatches)
+    _check_types(model, example_args, example_kwargs)
     asked = Asked(
         model=model,
         num_stages=num_stages,
         loss_fn=loss_fn,
         num_microbatches=num_microbatches,
-        memory_limit=memory_limit
-        if memory_limit is None or isinstance(memory_limit, int)
-        else tuple(memory_limit),
+        memory_limit=_limit(memory_limit),
         placement=placement if isinstance(placement, str | Placement) else Placement(tuple(placement)),
         objective=objective,
         transport=transport,
@@ -117,6 +116,37 @@ def compile(
     if example_args is not None or example_kwargs is not None:
         pipeline.build(tuple(example_args or ()), dict(example_kwargs or {}), example_target)
     return pipeline
+
+
+def _check_types(model: object, args: object, kwargs: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            "the model must be an nn.Module",
+            given=type(model).__name__,
+            fix="put the function into the forward of a module",
+        )
+    if args is not None and not isinstance(args, tuple | list):
+        raise UsageError(
+            "example_args must be a tuple of the positional arguments of step()",
+            given=type(args).__name__,
+            fix="write example_args=(inputs,)",
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise UsageError(
+            "example_kwargs must map the names of step()'s keyword arguments", given=type(kwargs).__name__
+        )
+
+
+def _limit(limit: int | Sequence[int | None] | None) -> int | tuple[int | None, ...] | None:
+    if limit is None or isinstance(limit, int):
+        return limit
+    if not isinstance(limit, tuple | list):
+        raise UsageError(
+            "memory_limit must be whole bytes, for all ranks or a list with one entry for each",
+            given=repr(limit),
+            fix="write for instance memory_limit=4 << 30 for 4 GiB",
+        )
+    return tuple(limit)
 
 
 def _is_count(value: object) -> bool:

@@ -46,8 +46,10 @@ class ZBCompileError(Exception):
 
     def __str__(self) -> str:
         lines = [f"{self.what} ({self.where})" if self.where else self.what]
-        if self.needed is not None or self.given is not None:
-            lines.append(f"needed: {self.needed}; given: {self.given}")
+        sides = (("needed", self.needed), ("given", self.given))
+        known = [f"{word}: {value}" for word, value in sides if value is not None]
+        if known:
+            lines.append("; ".join(known))
         if self.fix:
             lines.append(f"to fix: {self.fix}")
         return "\n  ".join(lines)

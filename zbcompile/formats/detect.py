@@ -12,11 +12,12 @@ __all__ = ["load_schedule"]
 def load_schedule(text: str, where: str) -> tuple[ScheduleFile, list[str]]:
     """The schedule in a text of any known form, and remarks on what of it was left aside.
 
-    JSON starts with a brace, the text form with the word ``placement``; anything else is read as CSV.
+    JSON starts with a brace or a bracket or stands in a file named so, the text form starts with the word
+    ``placement``; anything else is read as CSV.
     Raises `FormatError`.
     """
     head = text.lstrip("\ufeff \t\r\n")
-    if head.startswith("{"):
+    if head.startswith(("{", "[")) or where.lower().endswith(".json"):
         return schedule_json.loads(text, where), []
     if head.startswith("placement "):
         schedule = Schedule.parse(text)
