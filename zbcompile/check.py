@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import chain
+from operator import itemgetter
+
 from zbcompile.errors import CheckError, InfeasibleError
 from zbcompile.events import EventGraph, Message, describe_wait
 from zbcompile.ir import Action, Kind, Schedule
+from zbcompile.positions import Positions
 from zbcompile.problem import Problem
 from zbcompile.simulate import memory_after
 
-__all__ = ["check", "faults", "least_cap"]
+__all__ = ["check", "faults", "judge", "least_cap"]
 
-_FUSED = (Kind.FULL_BACKWARD,)
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _BEFORE = {
-    Kind.BACKWARD_INPUT: (Kind.FORWARD,),
-    Kind.FULL_BACKWARD: (Kind.FORWARD,),
-    Kind.BACKWARD_WEIGHT: (Kind.BACKWARD_INPUT,),
+    Kind.BACKWARD_INPUT: Kind.FORWARD,
+    Kind.FULL_BACKWARD: Kind.FORWARD,
+    Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
 }
 
 
@@ -31,11 +36,24 @@ def faults(schedule: Schedule, problem: Problem) -> list[CheckError]:
     Stages: shape (placement, rows), completeness, order on each rank, message order, deadlock, memory.
     A later stage is only meaningful where the earlier ones found nothing.
     """
-    for stage in (_shape, _complete, _rank_order, _message_order, _deadlock, _memory):
-        found = stage(schedule, problem)
-        if found:
-            return found
-    return []
+    return judge(schedule, problem)[0]
+
+
+def judge(schedule: Schedule, problem: Problem) -> tuple[list[CheckError], EventGraph | None]:
+    """The faults, and where there are none the event graph, of which `timeline_of` gives the times."""
+    found = _shape(schedule, problem)
+    if not found:
+        places = Positions(schedule)
+        found = _complete(schedule, problem, places) or _rank_order(places)
+    found = found or _message_order(schedule, problem)
+    if found:
+        return found, None
+    try:
+        graph = EventGraph.of(schedule, problem)
+    except CheckError as error:
+        return [error], None
+    found = _deadlock(graph) or _memory(schedule, problem)
+    return found, None if found else graph
 
 
 def _shape(schedule: Schedule, problem: Problem) -> list[CheckError]:
@@ -62,9 +80,26 @@ def _shape(schedule: Schedule, problem: Problem) -> list[CheckError]:
     return []
 
 
-def _complete(schedule: Schedule, problem: Problem) -> list[CheckError]:
+def _complete(schedule: Schedule, problem: Problem, places: Positions) -> list[CheckError]:
     """Every (stage, microbatch) has F, and either BW or both B and W, once, on its own rank."""
-    found, seen = [], set()
+    if not _all_in_place(problem, places):
+        return _misplaced(schedule, problem, places)
+    return [fault for stage in range(problem.num_stages) for fault in _missing(stage, problem, places)]
+
+
+def _all_in_place(problem: Problem, places: Positions) -> bool:
+    """Whether every action exists in the problem, stands on its own rank, and stands there once."""
+    for (_, stage, peer), numbers in places.rows.items():
+        if max(stage, peer or 0) >= problem.num_stages or max(numbers) >= problem.num_microbatches:
+            return False
+        rank = problem.placement.rank_of[stage]
+        if min(numbers.values()) < places.base[rank] or max(numbers.values()) >= places.base[rank + 1]:
+            return False
+    return places.all_once
+
+
+def _misplaced(schedule: Schedule, problem: Problem, places: Positions) -> list[CheckError]:
+    found = []
     for rank, position, action in schedule.actions():
         where = f"rank {rank}, position {position}"
         peer = action.peer if action.peer is not None else 0
@@ -89,61 +124,49 @@ def _complete(schedule: Schedule, problem: Problem) -> list[CheckError]:
             found.append(
                 CheckError(f"{action} stands on the wrong rank", where=where, fix=f"move it to rank {home}")
             )
-        elif action in seen:
+        elif places.number(action) != places.base[rank] + position:
             found.append(CheckError(f"{action} appears twice", where=where, fix="keep one of them"))
-        seen.add(action)
-    if found:
-        return found
-    for stage in range(problem.num_stages):
-        for microbatch in range(problem.num_microbatches):
-            found.extend(_missing(stage, microbatch, seen, problem))
     return found
 
 
-def _missing(stage: int, microbatch: int, seen: set[Action], problem: Problem) -> list[CheckError]:
+def _missing(stage: int, problem: Problem, places: Positions) -> Iterator[CheckError]:
+    has = {kind: places.of(kind, stage) for kind in Kind if kind.is_compute}
     rank = problem.placement.rank_of[stage]
-    has = {kind: Action(kind, stage, microbatch) in seen for kind in Kind if kind.is_compute}
-    where = f"rank {rank}, stage {stage}, microbatch {microbatch}"
-    found = []
-    wanted = [Kind.FORWARD]
-    if has[Kind.FULL_BACKWARD]:
-        for kind in _SPLIT:
-            if has[kind]:
-                found.append(
-                    CheckError(
-                        f"{Action(kind, stage, microbatch)} stands beside a fused {stage}BW{microbatch}",
-                        where=where,
-                        fix="keep either B and W or BW",
-                    )
+    for microbatch in range(problem.num_microbatches):
+        fused = microbatch in has[Kind.FULL_BACKWARD]
+        where = f"rank {rank}, stage {stage}, microbatch {microbatch}"
+        for kind in _SPLIT if fused else ():
+            if microbatch in has[kind]:
+                yield CheckError(
+                    f"{Action(kind, stage, microbatch)} stands beside a fused {stage}BW{microbatch}",
+                    where=where,
+                    fix="keep either B and W or BW",
                 )
-    else:
-        wanted.extend(_SPLIT)
-    found.extend(
-        CheckError(
-            f"{Action(kind, stage, microbatch)} is missing", where=where, fix="add it to the rank's order"
-        )
-        for kind in wanted
-        if not has[kind]
-    )
-    return found
+        for kind in (Kind.FORWARD,) if fused else (Kind.FORWARD, *_SPLIT):
+            if microbatch not in has[kind]:
+                what = f"{Action(kind, stage, microbatch)} is missing"
+                yield CheckError(what, where=where, fix="add it to the rank's order")
 
 
-def _rank_order(schedule: Schedule, problem: Problem) -> list[CheckError]:
+def _rank_order(places: Positions) -> list[CheckError]:
     """On one stage: F before B before W. Named here, before it would show up as a cycle."""
+    wrong = []
+    for (kind, stage, _), numbers in places.rows.items():
+        if kind in _BEFORE:
+            earlier = places.of(_BEFORE[kind], stage)
+            wrong += [(n, kind, stage, i, earlier[i]) for i, n in numbers.items() if earlier[i] > n]
     found = []
-    for rank, row in enumerate(schedule.order):
-        position = {action: k for k, action in enumerate(row)}
-        for action, k in position.items():
-            for kind in _BEFORE.get(action.kind, ()):
-                before = Action(kind, action.stage, action.microbatch)
-                if position[before] > k:
-                    found.append(
-                        CheckError(
-                            f"{action} stands before its {before}",
-                            where=f"rank {rank}, positions {k} and {position[before]}",
-                            fix=f"move {action} behind {before}",
-                        )
-                    )
+    for number, kind, stage, microbatch, earlier_number in sorted(wrong, key=itemgetter(0)):
+        action, before = Action(kind, stage, microbatch), Action(_BEFORE[kind], stage, microbatch)
+        rank = bisect_right(places.base, number) - 1
+        positions = f"{number - places.base[rank]} and {earlier_number - places.base[rank]}"
+        found.append(
+            CheckError(
+                f"{action} stands before its {before}",
+                where=f"rank {rank}, positions {positions}",
+                fix=f"move {action} behind {before}",
+            )
+        )
     return found
 
 
@@ -154,7 +177,7 @@ def _message_order(schedule: Schedule, problem: Problem) -> list[CheckError]:
     rank_of = problem.placement.rank_of
     sent: dict[tuple[int, int], list[Message]] = {}
     received: dict[tuple[int, int], list[Message]] = {}
-    for _, _, action in schedule.actions():
+    for action in chain.from_iterable(schedule.order):
         if action.kind.is_compute:
             continue
         message = Message.of(action)
@@ -163,6 +186,8 @@ def _message_order(schedule: Schedule, problem: Problem) -> list[CheckError]:
     found = []
     for channel in sorted(set(sent) | set(received)):
         left, right = sent.get(channel, []), received.get(channel, [])
+        if left == right:
+            continue
         where = f"channel from rank {channel[0]} to rank {channel[1]}"
         arrivals, departures = set(right), set(left)
         for message in left:
@@ -186,12 +211,8 @@ def _message_order(schedule: Schedule, problem: Problem) -> list[CheckError]:
     return found
 
 
-def _deadlock(schedule: Schedule, problem: Problem) -> list[CheckError]:
+def _deadlock(graph: EventGraph) -> list[CheckError]:
     """Rule A: the event graph has no cycle."""
-    try:
-        graph = EventGraph.of(schedule, problem)
-    except CheckError as error:
-        return [error]
     if graph.earliest() is not None:
         return []
     return [

@@ -20,19 +20,19 @@ Rules (proved by the event graph of `zbcompile.events`):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 
 from zbcompile.errors import CheckError
 from zbcompile.events import EventGraph, Message, messages_of
 from zbcompile.ir import Action, Kind, Schedule
+from zbcompile.positions import Positions
 from zbcompile.problem import Problem
 
 __all__ = ["RECEIVE_DEPTH", "insert_communication", "insert_in_total_order", "post_slots"]
 
 RECEIVE_DEPTH = 2
 """Receives posted ahead per channel. Two cost no time against unbounded buffers (docs/runtime.md)."""
-
-_GRADIENT = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)
 
 
 def insert_communication(schedule: Schedule, problem: Problem, depth: int = RECEIVE_DEPTH) -> Schedule:
@@ -41,36 +41,53 @@ def insert_communication(schedule: Schedule, problem: Problem, depth: int = RECE
     ``0F0 | 1F0 -->  0F0 0SF0>1 | 1RF0<0 1F0``
     """
     schedule = schedule.compute_only()
-    position = {a: (rank, k) for rank, k, a in schedule.actions()}
-    sends: dict[Action, list[Message]] = {}
-    channels: dict[tuple[int, int], list[tuple[int, Message]]] = {}
-    users: dict[Message, int] = {}
-    rank_of = problem.placement.rank_of
-    for _, message in messages_of(problem):
-        producer = _find(message, message.source, position)
-        user = _find(message, message.target, position)
+    places = Positions(schedule)
+    rank_of, batched = problem.placement.rank_of, problem.transport == "batched"
+    sends: dict[int, list[Message]] = {}
+    channels: dict[tuple[int, int], list[tuple[int, int, int, Message]]] = {}
+    for message, producer, user in _uses(problem, places):
+        backward, source, target, _ = message
         sends.setdefault(producer, []).append(message)
-        channel = (rank_of[message.source], rank_of[message.target])
-        channels.setdefault(channel, []).append((position[producer][1], message))
-        users[message] = position[user][1]
-        if problem.transport == "batched" and not message.backward:
-            users[message] = _before_weights(schedule.order[rank_of[message.target]], users[message])
+        use = places.position[user]
+        if batched and not backward:
+            use = _before_weights(schedule.order[rank_of[target]], use)
+        channel = channels.setdefault((rank_of[source], rank_of[target]), [])
+        channel.append((places.position[producer], target, use, message))
     receives: list[dict[int, list[Action]]] = [{} for _ in schedule.order]
     for (_, target), sent in sorted(channels.items()):
-        ordered = [m for _, m in sorted(sent, key=lambda item: (item[0], item[1].target))]
-        lead = 0 if problem.transport == "batched" else depth
-        for slot, message in zip(post_slots([users[m] for m in ordered], lead), ordered, strict=True):
+        sent.sort(key=itemgetter(0, 1))
+        slots = post_slots([use for _, _, use, _ in sent], 0 if batched else depth)
+        for slot, (_, _, _, message) in zip(slots, sent, strict=True):
             receives[target].setdefault(slot, []).append(message.recv)
     order = []
     for rank, row in enumerate(schedule.order):
         line: list[Action] = list(receives[rank].get(0, ()))
         for k, action in enumerate(row):
             line.append(action)
-            sent_here = [m.send for m in sorted(sends.get(action, ()), key=lambda m: m.target)]
+            sent_here = [m.send for m in sorted(sends.get(places.base[rank] + k, ()), key=lambda m: m.target)]
             posted_here = receives[rank].get(k + 1, [])
             line += posted_here + sent_here if problem.transport == "rendezvous" else sent_here + posted_here
         order.append(line)
     return Schedule.of(schedule.placement, schedule.num_microbatches, order)
+
+
+def _uses(problem: Problem, places: Positions) -> Iterator[tuple[Message, int, int]]:
+    """Every message with the numbers of the action that makes it and of the one that uses it."""
+    rows: dict[tuple[bool, int], Mapping[int, int]] = {}
+    for stage in range(problem.num_stages):
+        rows[False, stage] = places.of(Kind.FORWARD, stage)
+        rows[True, stage] = {**places.of(Kind.FULL_BACKWARD, stage), **places.of(Kind.BACKWARD_INPUT, stage)}
+    for _, message in messages_of(problem):
+        backward, source, target, microbatch = message
+        producer, user = rows[backward, source].get(microbatch), rows[backward, target].get(microbatch)
+        if producer is None or user is None:
+            kind = Kind.BACKWARD_INPUT if backward else Kind.FORWARD
+            raise CheckError(
+                f"{Action(kind, source if producer is None else target, microbatch)} is missing",
+                where=f"needed for {message}",
+                fix="add it to its rank's order",
+            )
+        yield message, producer, user
 
 
 def insert_in_total_order(schedule: Schedule, problem: Problem) -> Schedule:
@@ -83,15 +100,14 @@ def insert_in_total_order(schedule: Schedule, problem: Problem) -> Schedule:
     schedule = schedule.compute_only()
     many = max(1, len(problem.profile.edges) * problem.num_microbatches)
     messages = EventGraph.of(insert_communication(schedule, problem, many), problem).transfers()
-    position = {a: k for _, k, a in schedule.actions()}
+    places = Positions(schedule)
     rank_of = problem.placement.rank_of
-    where: dict[Action, tuple[int, int]] = {a: (r, k) for r, k, a in schedule.actions()}
+    producers = {message: producer for message, producer, _ in _uses(problem, places)}
     slot = [0] * schedule.num_ranks
     posted: list[dict[int, list[Action]]] = [{} for _ in schedule.order]
     for message in messages:
         source, target = rank_of[message.source], rank_of[message.target]
-        producer = _find(message, message.source, where)
-        slot[source] = max(slot[source], position[producer] + 1)
+        slot[source] = max(slot[source], places.position[producers[message]] + 1)
         posted[source].setdefault(slot[source], []).append(message.send)
         posted[target].setdefault(slot[target], []).append(message.recv)
     order = []
@@ -102,19 +118,6 @@ def insert_in_total_order(schedule: Schedule, problem: Problem) -> Schedule:
             line.extend(posted[rank].get(k + 1, ()))
         order.append(line)
     return Schedule.of(schedule.placement, schedule.num_microbatches, order)
-
-
-def _find(message: Message, stage: int, position: dict[Action, tuple[int, int]]) -> Action:
-    kinds = _GRADIENT if message.backward else (Kind.FORWARD,)
-    for kind in kinds:
-        action = Action(kind, stage, message.microbatch)
-        if action in position:
-            return action
-    raise CheckError(
-        f"{Action(kinds[0], stage, message.microbatch)} is missing",
-        where=f"needed for {message}",
-        fix="add it to its rank's order",
-    )
 
 
 def _before_weights(row: Sequence[Action], position: int) -> int:

@@ -20,22 +20,23 @@ receive has a choice of messages. Its longest path is the time of the step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from types import MappingProxyType
+from typing import NamedTuple
 
 from zbcompile.costs import Edge
 from zbcompile.errors import CheckError
-from zbcompile.graph import Rules, durations, fused_pairs, predecessors
+from zbcompile.graph import Rules, durations, predecessors
 from zbcompile.ir import Action, Kind, Schedule
+from zbcompile.positions import Key, Positions
 from zbcompile.problem import Problem
 
 __all__ = ["EventGraph", "Message", "describe_wait", "messages_of"]
 
-_FORWARD_KINDS = (Kind.FORWARD, Kind.SEND_F, Kind.RECV_F)
 
-
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """One message of a step: an activation (``backward`` False) or its gradient, between two ranks."""
 
     backward: bool
@@ -81,8 +82,41 @@ def messages_of(problem: Problem) -> Iterator[tuple[Edge, Message]]:
                 yield edge, Message(True, edge.target, edge.source, microbatch)
 
 
+class _Route(NamedTuple):
+    """What the messages of one kind between two stages have in common.
+
+    busy : ns that one keeps its channel: its size over the bandwidth, without the latency.
+    receives : microbatch -> number of the receive.
+    """
+
+    channel: tuple[int, int]
+    lag: int
+    busy: int
+    receives: Mapping[int, int]
+
+
+class _Need(NamedTuple):
+    """One thing that the actions of one kind and stage wait for, all by microbatch.
+
+    producers : numbers of the actions of ``kind`` and ``stage`` that make it, or of their fused BW's.
+    sends, receives : of the messages that bring it; empty and None where it needs no message.
+    """
+
+    producers: Mapping[int, int]
+    kind: Kind
+    stage: int
+    lag: int = 0
+    sends: Mapping[int, int] | None = None
+    receives: Mapping[int, int] = MappingProxyType({})
+
+
 class EventGraph:
-    """Build with `EventGraph.of`. Nodes are integers; ``label`` turns one into words."""
+    """Build with `EventGraph.of`. Nodes are integers: actions as `Positions` numbers them, then transfers.
+
+    duration : of every node, in ns. successors : of every node, as (node, weight in ns).
+    transfer_of : the transfer of every send and receive; -1 for compute actions.
+    carried : the send of every transfer.
+    """
 
     def __init__(
         self,
@@ -92,16 +126,17 @@ class EventGraph:
         one_communicator: bool = False,
     ) -> None:
         self.schedule, self.problem, self.send_slots = schedule, problem, send_slots
-        self.node_of: list[list[int]] = []
-        self.duration: list[int] = []
-        self.successors: list[list[tuple[int, int]]] = []
-        self.where: list[tuple[int, int]] = []
-        self.messages: list[Message | None] = []
-        self._of_action: dict[Action, int] = {}
-        self._sorted: list[int] | None = None
-        self.transfer: dict[Message, int] = {}
-        self._add_actions()
-        if schedule.has_communication:
+        self.positions = Positions(schedule)
+        base = self.positions.base
+        self.node_of = [range(first, end) for first, end in zip(base, base[1:], strict=False)]
+        self.duration = self._durations()
+        self.successors: list[list[tuple[int, int]]] = [[] for _ in self.duration]
+        self.transfer_of = [-1] * len(self.duration)
+        self.carried: list[Action] = []
+        self._sorted: list[int] = []
+        self._start: list[int] = []
+        self._explicit = schedule.has_communication
+        if self._explicit:
             self._add_transfers()
             if one_communicator:
                 self._add_queues()
@@ -128,69 +163,69 @@ class EventGraph:
             schedule = insert_communication(schedule, problem)
         return EventGraph(schedule, problem, send_slots, one_communicator)
 
-    def _node(self, duration: int, where: tuple[int, int], message: Message | None = None) -> int:
-        self.duration.append(duration)
-        self.successors.append([])
-        self.where.append(where)
-        self.messages.append(message)
-        return len(self.duration) - 1
+    def _durations(self) -> list[int]:
+        places = self.positions
+        for rank, k, action in () if places.all_once else self.schedule.actions():
+            if places.number(action) != places.base[rank] + k:
+                raise CheckError(f"{action} appears twice", where=f"rank {rank}", fix="keep one of them")
+        times, result = durations(self.problem), [0] * places.base[-1]
+        for (kind, stage, _), nodes in places.rows.items():
+            if kind.is_compute:
+                length = times[kind][stage]
+                for node in nodes.values():
+                    result[node] = length
+        return result
 
     def _edge(self, before: int, after: int, weight: int) -> None:
         self.successors[before].append((after, weight))
 
-    def _add_actions(self) -> None:
-        times = durations(self.problem)
-        for rank, row in enumerate(self.schedule.order):
-            nodes = []
-            for position, action in enumerate(row):
-                length = times[action.kind][action.stage] if action.kind.is_compute else 0
-                node = self._node(length, (rank, position))
-                if action in self._of_action:
-                    raise CheckError(f"{action} appears twice", where=f"rank {rank}", fix="keep one of them")
-                self._of_action[action] = node
-                nodes.append(node)
-            self.node_of.append(nodes)
-
-    def _require(self, action: Action, needed_by: Action | Message) -> int:
-        node = self._of_action.get(action)
-        if node is None:
-            raise CheckError(
-                f"{action} is missing", where=f"needed by {needed_by}", fix="add it to its rank's order"
-            )
-        return node
-
     def _add_transfers(self) -> None:
-        problem, rank_of = self.problem, self.problem.placement.rank_of
-        edges = {(e.source, e.target): e for e in problem.profile.edges}
-        channels: dict[tuple[int, int], list[tuple[Message, int]]] = {}
-        for row in self.schedule.order:
-            for action in row:
-                if not action.kind.is_send:
-                    continue
-                message = Message.of(action)
-                edge = edges.get((min(message.source, message.target), max(message.source, message.target)))
-                if edge is None or max(action.stage, action.peer or 0) >= problem.num_stages:
-                    raise CheckError(f"{action}: the profile has no edge between these stages")
-                channel = (rank_of[message.source], rank_of[message.target])
-                total = problem.lag_ns(edge, backward=message.backward)
-                node = self._node(total, (-1, -1), message)
-                self.transfer[message] = node
-                self._edge(self._of_action[action], node, 0)
-                self._edge(self._require(message.recv, message), node, 0)
-                sent = channels.setdefault(channel, [])
-                if sent:
-                    self._edge(sent[-1][1], node, self._occupancy(sent[-1][0], edges))
-                if self.send_slots is not None and len(sent) >= self.send_slots:
-                    earlier = sent[-self.send_slots][1]
-                    self._edge(earlier, self._of_action[action], self.duration[earlier])
-                sent.append((message, node))
-        for action in self._of_action:
-            if action.kind.is_recv:
-                self._require(Message.of(action).send, action)
+        routes: dict[Key, _Route] = {}
+        sent: dict[tuple[int, int], list[int]] = {}
+        busy: dict[tuple[int, int], int] = {}
+        for node, action in enumerate(chain.from_iterable(self.schedule.order)):
+            if not action.kind.is_send:
+                continue
+            key = (action.kind, action.stage, action.peer)
+            if key not in routes:
+                routes[key] = self._route(action)
+            channel, lag, taken, receives = routes[key]
+            receive = receives.get(action.microbatch)
+            if receive is None:
+                raise _missing(Message.of(action).recv, Message.of(action))
+            transfer = len(self.duration)
+            self.duration.append(lag)
+            self.successors.append([])
+            self.carried.append(action)
+            self.transfer_of[node] = self.transfer_of[receive] = transfer
+            self._edge(node, transfer, 0)
+            self._edge(receive, transfer, 0)
+            earlier = sent.setdefault(channel, [])
+            if earlier:
+                self._edge(earlier[-1], transfer, busy[channel])
+            if self.send_slots is not None and len(earlier) >= self.send_slots:
+                last = earlier[-self.send_slots]
+                self._edge(last, node, self.duration[last])
+            earlier.append(transfer)
+            busy[channel] = taken
+        for node, action in enumerate(chain.from_iterable(self.schedule.order)):
+            if action.kind.is_recv and self.transfer_of[node] < 0:
+                raise _missing(Message.of(action).send, action)
+
+    def _route(self, send: Action) -> _Route:
+        problem, message, receive = self.problem, Message.of(send), Message.of(send).recv
+        pair = (min(message.source, message.target), max(message.source, message.target))
+        edge = next((e for e in problem.profile.edges if (e.source, e.target) == pair), None)
+        if edge is None:
+            raise CheckError(f"{send}: the profile has no edge between these stages")
+        channel = (problem.placement.rank_of[message.source], problem.placement.rank_of[message.target])
+        lag = problem.lag_ns(edge, backward=message.backward)
+        busy = lag - problem.profile.link_between(*channel).latency_ns
+        return _Route(channel, lag, busy, self.positions.of(receive.kind, receive.stage, receive.peer))
 
     def _add_queues(self) -> None:
-        for row in self.schedule.order:
-            queue = [self.transfer[Message.of(a)] for a in row if not a.kind.is_compute]
+        for nodes in self.node_of:
+            queue = [self.transfer_of[node] for node in nodes if self.transfer_of[node] >= 0]
             for before, after in zip(queue, queue[1:], strict=False):
                 self._edge(before, after, self.duration[before])
 
@@ -200,94 +235,112 @@ class EventGraph:
         if early is None:
             raise CheckError("deadlock: " + describe_wait(self))
         place = {node: k for k, node in enumerate(order)}
-        return sorted(self.transfer, key=lambda m: (early[self.transfer[m]], place[self.transfer[m]]))
-
-    def _occupancy(self, message: Message, edges: dict[tuple[int, int], Edge]) -> int:
-        """How long a message keeps its channel: its size over the bandwidth, without the latency."""
-        pair = (min(message.source, message.target), max(message.source, message.target))
-        rank_of = self.problem.placement.rank_of
-        link = self.problem.profile.link_between(rank_of[message.source], rank_of[message.target])
-        return self.problem.lag_ns(edges[pair], backward=message.backward) - link.latency_ns
+        actions = len(self.transfer_of)
+        nodes = sorted(range(actions, len(early)), key=lambda node: (early[node], place[node]))
+        return [Message.of(self.carried[node - actions]) for node in nodes]
 
     def _add_order(self) -> None:
-        transport = self.problem.transport
-        for rank, row in enumerate(self.schedule.order):
-            nodes = self.node_of[rank]
+        for nodes in self.node_of:
+            for before, after in zip(nodes, nodes[1:], strict=False):
+                self._edge(before, after, self.duration[before])
+        if self.problem.transport != "async":
+            self._add_holds()
+
+    def _add_holds(self) -> None:
+        """A rank goes on when its last send has arrived (rendezvous), or all of its exchange (batched)."""
+        rendezvous = self.problem.transport == "rendezvous"
+        for nodes, row in zip(self.node_of, self.schedule.order, strict=True):
             pending: list[int] = []
-            for position, action in enumerate(row):
-                node = nodes[position]
-                if position:
-                    before = nodes[position - 1]
-                    self._edge(before, node, self.duration[before])
-                if action.kind.is_compute or transport == "rendezvous":
+            for node, action in zip(nodes, row, strict=True):
+                if action.kind.is_compute or rendezvous:
                     for transfer in pending:
                         self._edge(transfer, node, self.duration[transfer])
                     pending = []
-                if transport == "rendezvous" and action.kind.is_send:
-                    pending = [self.transfer[Message.of(action)]]
-                elif transport == "batched" and not action.kind.is_compute:
-                    pending.append(self.transfer[Message.of(action)])
+                if action.kind.is_send or not (action.kind.is_compute or rendezvous):
+                    pending.append(self.transfer_of[node])
 
     def _add_data(self) -> None:
-        rules, fused = Rules.of(self.problem), fused_pairs(self.schedule)
-        rank_of = self.problem.placement.rank_of
-        explicit = self.schedule.has_communication
-        for action, node in self._of_action.items():
-            if not action.kind.is_compute:
-                if action.kind.is_send:
-                    producer = self._require(_producer(action, fused), action)
-                    self._edge(producer, node, self.duration[producer])
-                continue
-            for before, lag in predecessors(action, rules, fused):
-                source = self._require(before, action)
-                if not explicit or rank_of[before.stage] == rank_of[action.stage]:
-                    self._edge(source, node, self.duration[source] + lag)
+        rules = Rules.of(self.problem)
+        needs: dict[Key, list[_Need]] = {}
+        successors, duration = self.successors, self.duration
+        for node, action in enumerate(chain.from_iterable(self.schedule.order)):
+            key, microbatch = (action.kind, action.stage, action.peer), action.microbatch
+            if key not in needs:
+                needs[key] = list(self._needs(action, rules))
+            for producers, kind, stage, lag, sends, receives in needs[key]:
+                before = producers.get(microbatch)
+                if before is None:
+                    raise _missing(Action(kind, stage, microbatch), action)
+                if sends is None:
+                    successors[before].append((node, duration[before] + lag))
                     continue
-                message = Message(
-                    action.kind is not Kind.FORWARD, before.stage, action.stage, action.microbatch
-                )
-                transfer = self.transfer.get(message)
-                if transfer is None:
+                send = sends.get(microbatch)
+                if send is None:
+                    message = Message(kind is not Kind.FORWARD, stage, action.stage, microbatch)
                     raise CheckError(f"{message.send} is missing", where=f"needed by {action}")
-                self._edge(transfer, node, self.duration[transfer])
-                self._edge(self._of_action[message.recv], node, 0)
+                transfer = self.transfer_of[send]
+                successors[transfer].append((node, duration[transfer]))
+                successors[receives[microbatch]].append((node, 0))
+
+    def _needs(self, action: Action, rules: Rules) -> Iterator[_Need]:
+        """What an action and all others of its kind and stage wait for, by the rules of `zbcompile.graph`."""
+        places, kind, stage, rank_of = (
+            self.positions,
+            action.kind,
+            action.stage,
+            self.problem.placement.rank_of,
+        )
+        if kind.is_recv:
+            return
+        if kind.is_send:
+            made = Kind.FORWARD if kind is Kind.SEND_F else Kind.BACKWARD_INPUT
+            yield _Need(
+                places.of(made, stage) if made is Kind.FORWARD else places.gradients(stage), made, stage
+            )
+            return
+        for before, lag in predecessors(action, rules, frozenset()):
+            handed_on = before.kind is Kind.BACKWARD_INPUT and kind is not Kind.BACKWARD_WEIGHT
+            made_by = places.gradients(before.stage) if handed_on else places.of(before.kind, before.stage)
+            if not self._explicit or rank_of[before.stage] == rank_of[stage]:
+                yield _Need(made_by, before.kind, before.stage, lag)
+                continue
+            message = Message(kind is not Kind.FORWARD, before.stage, stage, 0)
+            sends, receives = (places.of(a.kind, a.stage, a.peer) for a in (message.send, message.recv))
+            yield _Need(made_by, before.kind, before.stage, 0, sends, receives)
 
     def _order(self) -> list[int]:
-        """Topological order, made once; shorter than the number of nodes when there is a cycle."""
-        if self._sorted is not None:
+        """Topological order, made once; shorter than the number of nodes when there is a cycle.
+
+        The same walk finds the longest path to every node: its earliest start.
+        """
+        if self._sorted:
             return self._sorted
-        waits = [0] * len(self.duration)
+        waits, start = [0] * len(self.duration), [0] * len(self.duration)
         for edges in self.successors:
             for after, _ in edges:
                 waits[after] += 1
         order = [n for n, count in enumerate(waits) if count == 0]
         for node in order:
-            for after, _ in self.successors[node]:
-                waits[after] -= 1
-                if waits[after] == 0:
-                    order.append(after)
-        self._sorted = order
-        return order
-
-    def earliest(self) -> list[int] | None:
-        """Earliest start of every node in ns, or None when the graph has a cycle."""
-        order = self._order()
-        if len(order) < len(self.duration):
-            return None
-        start = [0] * len(self.duration)
-        for node in order:
             begin = start[node]
             for after, weight in self.successors[node]:
                 if begin + weight > start[after]:
                     start[after] = begin + weight
-        return start
+                waits[after] -= 1
+                if waits[after] == 0:
+                    order.append(after)
+        self._sorted, self._start = order, start
+        return order
+
+    def earliest(self) -> list[int] | None:
+        """Earliest start of every node in ns, or None when the graph has a cycle."""
+        return self._start if len(self._order()) == len(self.duration) else None
 
     def latest_first_starts(self, early: list[int]) -> list[int]:
         """Per rank: the latest start of its first compute action with every rank's end kept."""
         late: list[int | None] = [None] * len(early)
         firsts: list[int | None] = []
-        for rank, row in enumerate(self.schedule.order):
-            compute = [self.node_of[rank][k] for k, a in enumerate(row) if a.kind.is_compute]
+        for nodes in self.node_of:
+            compute = [node for node in nodes if self.transfer_of[node] < 0]
             firsts.append(compute[0] if compute else None)
             if compute:
                 late[compute[-1]] = early[compute[-1]]
@@ -300,21 +353,19 @@ class EventGraph:
             late[node] = best
         return [0 if n is None else (late[n] or 0) for n in firsts]
 
-    def interval(self, rank: int, position: int, start: list[int]) -> tuple[int, int]:
-        """(start, end) of an action: of the transfer for a send or receive."""
-        node = self.node_of[rank][position]
-        action = self.schedule.order[rank][position]
-        if not action.kind.is_compute:
-            node = self.transfer[Message.of(action)]
-        return start[node], start[node] + self.duration[node]
+    def times(self, rank: int, start: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Starts and ends of a rank's actions: of the transfer for a send or receive."""
+        shown = [max(node, self.transfer_of[node]) for node in self.node_of[rank]]
+        starts = tuple([start[node] for node in shown])
+        return starts, tuple([start[node] + self.duration[node] for node in shown])
 
     def label(self, node: int) -> str:
         """A node in words."""
-        message = self.messages[node]
-        if message is not None:
-            return str(message)
-        rank, position = self.where[node]
-        return f"{self.schedule.order[rank][position]} on rank {rank}"
+        actions = len(self.transfer_of)
+        if node >= actions:
+            return str(Message.of(self.carried[node - actions]))
+        rank = bisect_right(self.positions.base, node) - 1
+        return f"{self.schedule.order[rank][self.positions.position[node]]} on rank {rank}"
 
     def cycle(self) -> list[int]:
         """Nodes of one cycle, each waiting for the next one; empty when there is none."""
@@ -334,13 +385,10 @@ class EventGraph:
         return seen[seen.index(node) :]
 
 
-def _producer(send: Action, fused: frozenset[tuple[int, int]]) -> Action:
-    """The compute action whose result a send carries."""
-    if send.kind is Kind.SEND_F:
-        kind = Kind.FORWARD
-    else:
-        kind = Kind.FULL_BACKWARD if (send.stage, send.microbatch) in fused else Kind.BACKWARD_INPUT
-    return Action(kind, send.stage, send.microbatch)
+def _missing(action: Action, needed_by: Action | Message) -> CheckError:
+    return CheckError(
+        f"{action} is missing", where=f"needed by {needed_by}", fix="add it to its rank's order"
+    )
 
 
 def describe_wait(graph: EventGraph, limit: int = 12) -> str:

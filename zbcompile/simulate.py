@@ -8,16 +8,18 @@ distance that remains. Earliest times alone would overstate it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from zbcompile.errors import CheckError
 from zbcompile.events import EventGraph, describe_wait
 from zbcompile.ir import Action, Kind, Schedule
 from zbcompile.problem import Problem
 
-__all__ = ["Timeline", "memory_after", "memory_peaks", "simulate"]
+__all__ = ["Timeline", "memory_after", "memory_peaks", "simulate", "timeline_of"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timeline:
     """When everything happens, in ns from the first start, and what it holds, in bytes.
 
@@ -35,7 +37,7 @@ class Timeline:
     latest_start: tuple[int, ...]
     memory: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
     def rank_end(self) -> tuple[int, ...]:
         """End of each rank's last compute action."""
         return tuple(
@@ -43,7 +45,7 @@ class Timeline:
             for row, ends in zip(self.schedule.order, self.end, strict=True)
         )
 
-    @property
+    @cached_property
     def rank_span(self) -> tuple[int, ...]:
         """Per rank: end of the last action minus the latest start of the first."""
         return tuple(e - s for e, s in zip(self.rank_end, self.latest_start, strict=True))
@@ -63,24 +65,29 @@ class Timeline:
         """Span or makespan, as the problem's objective says."""
         return self.span_ns if self.problem.objective == "span" else self.makespan_ns
 
-    @property
+    @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """Highest memory per rank."""
         return tuple(
             max(row, default=self.problem.static_bytes(rank)) for rank, row in enumerate(self.memory)
         )
 
+    @cached_property
+    def _busy(self) -> tuple[int, ...]:
+        rows = zip(self.schedule.order, self.start, self.end, strict=True)
+        return tuple(
+            sum(e - s for a, s, e in zip(row, starts, ends, strict=True) if a.kind.is_compute)
+            for row, starts, ends in rows
+        )
+
     def busy_ns(self, rank: int) -> int:
         """Time of the rank's compute actions."""
-        pairs = zip(self.schedule.order[rank], self.start[rank], self.end[rank], strict=True)
-        return sum(e - s for a, s, e in pairs if a.kind.is_compute)
+        return self._busy[rank]
 
     def bubble(self, objective: str | None = None) -> float:
         """1 - (work of the busiest rank) / (span or makespan)."""
         whole = self.span_ns if (objective or self.problem.objective) == "span" else self.makespan_ns
-        if whole == 0:
-            return 0.0
-        return 1.0 - max(self.busy_ns(r) for r in range(self.schedule.num_ranks)) / whole
+        return 1.0 - max(self._busy) / whole if whole else 0.0
 
 
 def memory_after(schedule: Schedule, problem: Problem, rank: int) -> list[int]:
@@ -88,20 +95,15 @@ def memory_after(schedule: Schedule, problem: Problem, rank: int) -> list[int]:
 
     A prefix sum over the order: +M_B at F, -M_B + M_W at B, -M_W at W, -M_B at BW.
     """
-    stages = problem.profile.stages
-    held, result = problem.static_bytes(rank), []
-    for action in schedule.order[rank]:
-        cost = stages[action.stage]
-        if action.kind is Kind.FORWARD:
-            held += cost.saved_bytes
-        elif action.kind is Kind.BACKWARD_INPUT:
-            held += cost.saved_for_weight_bytes - cost.saved_bytes
-        elif action.kind is Kind.BACKWARD_WEIGHT:
-            held -= cost.saved_for_weight_bytes
-        elif action.kind is Kind.FULL_BACKWARD:
-            held -= cost.saved_bytes
-        result.append(held)
-    return result
+    change = {
+        Kind.FORWARD: [s.saved_bytes for s in problem.profile.stages],
+        Kind.BACKWARD_INPUT: [s.saved_for_weight_bytes - s.saved_bytes for s in problem.profile.stages],
+        Kind.BACKWARD_WEIGHT: [-s.saved_for_weight_bytes for s in problem.profile.stages],
+        Kind.FULL_BACKWARD: [-s.saved_bytes for s in problem.profile.stages],
+    }
+    row = schedule.order[rank]
+    changes = (change[a.kind][a.stage] if a.kind.is_compute else 0 for a in row)
+    return list(accumulate(changes, initial=problem.static_bytes(rank)))[1:]
 
 
 def memory_peaks(schedule: Schedule, problem: Problem) -> list[int]:
@@ -119,22 +121,22 @@ def simulate(schedule: Schedule, problem: Problem) -> Timeline:
     other transports it is lowered first, and the timeline's schedule is the lowered one. Raises
     `CheckError` with the chain of waits when no rank can go on.
     """
-    graph = EventGraph.of(schedule, problem)
-    schedule = graph.schedule
+    return timeline_of(EventGraph.of(schedule, problem))
+
+
+def timeline_of(graph: EventGraph) -> Timeline:
+    """The times of a graph's schedule. Raises `CheckError` with the chain of waits when it has a cycle."""
     early = graph.earliest()
     if early is None:
         raise CheckError(
             "deadlock: " + describe_wait(graph), fix="reorder the actions named; `zbcompile check` shows all"
         )
+    schedule, problem, ranks = graph.schedule, graph.problem, range(graph.schedule.num_ranks)
     late = graph.latest_first_starts(early)
-    start: list[tuple[int, ...]] = []
-    end: list[tuple[int, ...]] = []
-    for rank in range(schedule.num_ranks):
-        spans = [graph.interval(rank, k, early) for k in range(len(schedule.order[rank]))]
-        start.append(tuple(s for s, _ in spans))
-        end.append(tuple(e for _, e in spans))
-    memory = tuple(tuple(memory_after(schedule, problem, r)) for r in range(schedule.num_ranks))
-    return Timeline(schedule, problem, tuple(start), tuple(end), tuple(late), memory)
+    times = [graph.times(rank, early) for rank in ranks]
+    memory = tuple(tuple(memory_after(schedule, problem, rank)) for rank in ranks)
+    start, end = tuple(s for s, _ in times), tuple(e for _, e in times)
+    return Timeline(schedule, problem, start, end, tuple(late), memory)
 
 
 def action_times(timeline: Timeline) -> dict[Action, tuple[int, int]]:
