@@ -17,6 +17,7 @@ MAX_AMOUNT = (1 << 53) - 1
 _MAX_TEXT = 1000
 _MAX_DEPTH = 16
 _LINE = 110
+_encode = json.JSONEncoder(allow_nan=False).encode
 T = TypeVar("T")
 
 
@@ -50,9 +51,12 @@ def format_json(value: object) -> str:
 
 
 def _render(value: object, indent: int) -> str:
-    compact = json.dumps(value, allow_nan=False)
-    if len(compact) + indent <= _LINE or not isinstance(value, (dict, list)):
-        return compact
+    if not isinstance(value, (dict, list)):
+        return _encode(value)
+    if len(value) <= _LINE:  # more entries never fit on one line
+        compact = _encode(value)
+        if len(compact) + indent <= _LINE:
+            return compact
     pad = " " * (indent + 1)
     if isinstance(value, dict):
         body = ",\n".join(f"{pad}{json.dumps(k)}: {_render(v, indent + 1)}" for k, v in value.items())

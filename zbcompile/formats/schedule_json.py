@@ -25,6 +25,7 @@ __all__ = ["NAME", "ScheduleFile", "action_from", "action_to", "check_size", "du
 NAME = "zbcompile.schedule"
 VERSION = 1
 _KINDS = {kind.value: kind for kind in Kind}
+_NAMES = {kind: kind.value for kind in Kind}
 _SMALL = 1 << 16
 
 
@@ -124,7 +125,7 @@ def loads(text: str, where: str = "schedule") -> ScheduleFile:
 
 def action_to(action: Action) -> list[object]:
     """``["forward", stage, microbatch]``; sends and receives have the peer stage as a fourth entry."""
-    head: list[object] = [action.kind.value, action.stage, action.microbatch]
+    head: list[object] = [_NAMES[action.kind], action.stage, action.microbatch]
     return head if action.peer is None else [*head, action.peer]
 
 
@@ -171,9 +172,29 @@ def _order(fields: Fields, placement: Placement, num_microbatches: int) -> list[
         place = f"{where}[{rank}]"
         entries = items(row, place, high=len(Kind) * MAX_COUNT)
         order.append(
-            [action_from(v, f"{place}[{k}]", stages, num_microbatches) for k, v in enumerate(entries)]
+            [
+                _plain(v, stages, num_microbatches)
+                or action_from(v, f"{place}[{k}]", stages, num_microbatches)
+                for k, v in enumerate(entries)
+            ]
         )
     return order
+
+
+def _plain(value: object, num_stages: int, num_microbatches: int) -> Action | None:
+    """A well formed action, fast; None for all others: `action_from` names what is wrong with them."""
+    if type(value) is not list or not 3 <= len(value) <= 4 or type(value[0]) is not str:
+        return None
+    kind, stage, microbatch, peer = _KINDS.get(value[0]), value[1], value[2], value[-1]
+    if kind is None or (len(value) == 3) != kind.is_compute:
+        return None
+    if not type(stage) is type(microbatch) is type(peer) is int:
+        return None
+    if not (0 <= stage < num_stages and 0 <= microbatch < num_microbatches):
+        return None
+    if kind.is_compute:
+        return Action(kind, stage, microbatch)
+    return Action(kind, stage, microbatch, peer) if 0 <= peer < num_stages else None
 
 
 def _problem(fields: Fields, placement: Placement, num_microbatches: int) -> Problem | None:
