@@ -12,9 +12,9 @@ from zbcompile.events import EventGraph, Message, describe_wait
 from zbcompile.ir import Action, Kind, Schedule
 from zbcompile.positions import Positions
 from zbcompile.problem import Problem
-from zbcompile.simulate import memory_after
+from zbcompile.simulate import Timeline, memory_after, timeline_of
 
-__all__ = ["check", "faults", "judge", "least_cap"]
+__all__ = ["check", "checked_times", "faults", "judge", "least_cap"]
 
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _BEFORE = {
@@ -28,6 +28,14 @@ def check(schedule: Schedule, problem: Problem) -> None:
     """Raise `CheckError` with the first fault; return when there is none."""
     for fault in faults(schedule, problem):
         raise fault
+
+
+def checked_times(schedule: Schedule, problem: Problem) -> Timeline:
+    """`check`, then `simulate`, with one event graph for both."""
+    found, graph = judge(schedule, problem)
+    if graph is None:
+        raise found[0]
+    return timeline_of(graph)
 
 
 def faults(schedule: Schedule, problem: Problem) -> list[CheckError]:

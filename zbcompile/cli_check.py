@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from zbcompile.check import faults
+from zbcompile.check import judge
 from zbcompile.cli_input import load_scheduled, say
 from zbcompile.errors import CheckError, UsageError
+from zbcompile.events import EventGraph
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.files import write_text
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.show.summary import unit_problem
-from zbcompile.simulate import simulate
+from zbcompile.simulate import timeline_of
 from zbcompile.solution import Solution
 
 __all__ = ["check"]
@@ -21,12 +22,12 @@ def check(arguments: argparse.Namespace) -> int:
     """Judge a schedule. 0 when it is sound, 1 when not."""
     file = load_scheduled(arguments)
     problem = file.problem or unit_problem(file.schedule)
-    found = faults(file.schedule, problem)
+    found, graph = judge(file.schedule, problem)
     if arguments.certificate and (file.certificate is None or file.problem is None):
         raise UsageError("the schedule carries no certificate to prove", fix="leave --certificate out")
     proof: list[str] = []
-    if not found:
-        found += _claims(file)
+    if graph is not None:
+        found += _claims(file, graph)
     if not found and arguments.certificate:
         found, proof = _proved(file.solution())
     if arguments.json:
@@ -48,11 +49,11 @@ def check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _claims(file: ScheduleFile) -> list[CheckError]:
+def _claims(file: ScheduleFile, graph: EventGraph) -> list[CheckError]:
     """A certificate that speaks of another value than the order has."""
     if file.certificate is None or file.problem is None:
         return []
-    value = simulate(file.schedule, file.problem).value_ns
+    value = timeline_of(graph).value_ns
     if value == file.certificate.value_ns:
         return []
     return [

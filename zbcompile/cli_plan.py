@@ -6,7 +6,7 @@ import argparse
 import sys
 from dataclasses import replace
 
-from zbcompile.check import check
+from zbcompile.check import checked_times
 from zbcompile.cli_input import load_problem, say
 from zbcompile.communication import insert_communication
 from zbcompile.formats import schedule_json
@@ -17,7 +17,6 @@ from zbcompile.planner.plan import plan as find_order
 from zbcompile.problem import Problem
 from zbcompile.show.summary import headline, plan_of, proof_line
 from zbcompile.show.units import time_unit
-from zbcompile.simulate import simulate
 from zbcompile.solution import Certificate, Solution
 
 __all__ = ["plan", "with_communication"]
@@ -101,8 +100,6 @@ def _found(problem: Problem, arguments: argparse.Namespace, reporter: _Reporter)
 def with_communication(solution: Solution) -> Solution:
     """The solution with its sends and receives in the order, judged and timed again; the bound stays."""
     schedule = insert_communication(solution.schedule, solution.problem)
-    check(schedule, solution.problem)
-    old = solution.certificate
-    value = simulate(schedule, solution.problem).value_ns
+    old, value = solution.certificate, checked_times(schedule, solution.problem).value_ns
     certificate = Certificate(old.objective, value, old.bound_ns, old.method, old.witness)
     return replace(solution, schedule=schedule, certificate=certificate)

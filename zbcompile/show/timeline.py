@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.style import Style
 from rich.text import Text
 
+from zbcompile.events import Message as Sent
 from zbcompile.events import messages_of
 from zbcompile.formats.measured_json import Measured
 from zbcompile.ir import Action, Kind
@@ -77,12 +78,10 @@ class _Drawing:
         first, last = self.view.window or (0, longest)
         columns = max(_LEAST_COLUMNS, width - self.left - self.right)
         self.window = Window(first, max(last, first + 1), columns)
-        self.times = action_times(self.timeline)
         few, planned = p <= _MANY_RANKS, self.measured is None
-        self.sent = (
-            [self._messages(r) for r in range(p)] if planned and self.view.messages is not False else []
-        )
-        self.draws_messages = any(self.sent) and (few or self.view.messages is True)
+        wanted = few if self.view.messages is None else self.view.messages
+        self.sent = self._messages() if planned and wanted else []
+        self.draws_messages = any(self.sent)
         shown = few if self.view.memory is None else self.view.memory
         self.draws_memory = planned and shown and self.plan.has_profile
 
@@ -207,30 +206,24 @@ class _Drawing:
             return ""
         return f" idle {percent(1.0 - self.measured.busy_ns(rank) / whole)}"
 
-    def _messages(self, rank: int) -> list[Message]:
-        problem, times = self.timeline.problem, self.times
-        found = []
+    def _messages(self) -> list[list[Message]]:
+        """Per rank, the messages that it sends."""
+        problem, times = self.timeline.problem, action_times(self.timeline)
+        found: list[list[Message]] = [[] for _ in range(problem.num_ranks)]
         for edge, message in messages_of(problem):
-            if problem.placement.rank_of[message.source] != rank:
-                continue
             if message.send in times:
                 start, end = times[message.send]
             else:
                 lag = problem.lag_ns(edge, backward=message.backward)
                 if lag == 0:
                     continue
-                ready = self._ready(message.backward, message.source, message.microbatch)
+                ready = _ready(message, times)
                 if ready is None:
                     continue
                 start, end = ready, ready + lag
-            found.append(Message(message.backward, start, end))
+            rank = problem.placement.rank_of[message.source]
+            found[rank].append(Message(message.backward, start, end))
         return found
-
-    def _ready(self, backward: bool, stage: int, microbatch: int) -> int | None:
-        """When the action that makes a message ends; None where the order lacks it."""
-        kinds = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD) if backward else (Kind.FORWARD,)
-        ends = [self.times[a][1] for k in kinds if (a := Action(k, stage, microbatch)) in self.times]
-        return ends[0] if ends else None
 
     def _memory(self, rank: int) -> Text:
         timeline, problem = self.timeline, self.timeline.problem
@@ -308,3 +301,10 @@ class _Drawing:
 
 def _count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _ready(message: Sent, times: Mapping[Action, tuple[int, int]]) -> int | None:
+    """When the action that makes a message ends; None where the order lacks it."""
+    kinds = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD) if message.backward else (Kind.FORWARD,)
+    made_by = (Action(kind, message.source, message.microbatch) for kind in kinds)
+    return next((times[a][1] for a in made_by if a in times), None)
