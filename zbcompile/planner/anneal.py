@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from zbcompile.planner.flat import Codes, Flat
-from zbcompile.planner.kernel import anneal, evaluate_line, stays_legal
-from zbcompile.planner.tables import EXPONENTIAL, Tables, pack, unpack, vector
+from zbcompile.planner.kernel import anneal, evaluate_line, gaps_at, scratch_size, stays_legal
+from zbcompile.planner.tables import EXPONENTIAL, Tables, Vector, pack, unpack, vector
 
 __all__ = ["Annealer"]
 
@@ -25,13 +25,24 @@ class Annealer:
 
     def score(self, codes: Codes) -> tuple[int, int] | None:
         """(objective, tie-breaking score) of an order; ``None`` if it is not legal or deadlocks."""
-        offsets, line = pack(self.flat, codes)
+        return self.score_line(*pack(self.flat, codes))
+
+    def score_line(self, offsets: Vector, line: Vector) -> tuple[int, int] | None:
+        """The same for codes in a row, as `pack` makes them."""
         for rank in range(self.flat.num_ranks):
             if not stays_legal(self.tables, offsets, line, rank, self.counts):
                 return None
-        scratch = vector([0] * (4 * self.flat.num_ranks + 2 * self.flat.num_stages + len(line)))
-        score = int(evaluate_line(self.tables, offsets, line, scratch, self.ends, self.limits))
+        score, scratch = self._evaluate(offsets, line)
         return None if score < 0 else (int(scratch[3 * self.flat.num_ranks]), score)
+
+    def gaps(self, codes: Codes) -> list[int]:
+        """Per action, rank by rank, how long its rank waits before it for a message, in ns."""
+        offsets, line = pack(self.flat, codes)
+        return [int(gap) for gap in self._evaluate(offsets, line)[1][gaps_at(self.tables, len(line)) :]]
+
+    def _evaluate(self, offsets: Vector, line: Vector) -> tuple[int, Vector]:
+        scratch = vector([0] * scratch_size(self.tables, len(line)))
+        return int(evaluate_line(self.tables, offsets, line, scratch, self.ends, self.limits)), scratch
 
     def run(
         self,
@@ -53,11 +64,13 @@ class Annealer:
         offsets, current = pack(flat, codes)
         size = int(offsets[p])
         best, trial = vector([int(c) for c in current]), vector([0] * size)
-        scratch = vector([0] * (4 * p + 2 * flat.num_stages + size))
+        scratch = vector([0] * scratch_size(self.tables, size))
         spare = vector([0] * (3 * max(len(row) for row in codes)))
         score = int(evaluate_line(self.tables, offsets, current, scratch, self.ends, self.limits))
         scores = vector([score, score, 0, int(scratch[3 * p])])
-        state = vector([(seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1])
+        waits = gaps_at(self.tables, size)
+        gaps = vector([int(gap) for gap in scratch[waits:]])
+        state = vector([(seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1, 0, 0, 0, 0])
         chunk = chunk or max(50, 3_000_000 // size // 10)
         done = 0
         while done < tries and not stop():
@@ -82,6 +95,7 @@ class Annealer:
                     self.limits,
                     spare,
                     self.counts,
+                    gaps,
                 )
             )
             if done_now < min(tries, done + chunk):

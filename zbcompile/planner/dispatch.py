@@ -161,7 +161,12 @@ class Dispatcher:
         self.done, self.ends = vector([0] * (4 * S)), vector([0] * (2 * S * m))
 
     def run(self, keys: Sequence[int], flying: Sequence[int], share: int = 100) -> Codes | None:
-        """One order, or ``None`` when the limits leave it stuck.
+        """`run_line` as an order of its own."""
+        line = self.run_line(keys, flying, share)
+        return None if line is None else unpack(self.flat, self.offsets, line)
+
+    def run_line(self, keys: Sequence[int], flying: Sequence[int], share: int = 100) -> Vector | None:
+        """Codes in a row, valid until the next run, or ``None`` when the limits leave it stuck.
 
         keys : per (kind, stage, microbatch), in that order, kinds F, B, W; smaller goes first.
         flying : most microbatches in flight per stage. share : hundredths of a W that a gap must
@@ -183,4 +188,4 @@ class Dispatcher:
         )
         if int(placed) < 3 * t.num_stages * t.num_microbatches:
             return None
-        return unpack(self.flat, self.offsets, self.line)
+        return self.line

@@ -1,15 +1,26 @@
-"""Inner loops of the search: evaluate an order, change it, keep or drop the change.
+"""Inner loops of the search: evaluate an order, keep or drop a change.
 
 Plain loops over flat arrays that numba compiles where it is installed (`zbcompile.planner.tables`).
 """
 
 from __future__ import annotations
 
+from zbcompile.planner.moves import move_cause, move_into_gap, move_many, move_one, random_bits
 from zbcompile.planner.tables import Tables, Vector, jit
 
-__all__ = ["anneal", "evaluate_line", "stays_legal"]
+__all__ = ["anneal", "evaluate_line", "gaps_at", "scratch_size", "stays_legal"]
 
 _FAR = 1 << 60
+
+
+def gaps_at(t: Tables, num_actions: int) -> int:
+    """Where `evaluate_line` puts its gaps."""
+    return 4 * t.num_ranks + 2 * t.num_stages + num_actions
+
+
+def scratch_size(t: Tables, num_actions: int) -> int:
+    """Elements that `evaluate_line` needs."""
+    return gaps_at(t, num_actions) + num_actions
 
 
 @jit
@@ -18,12 +29,14 @@ def evaluate_line(
 ) -> int:
     """Score of an order: 100 p times the objective plus the sum over ranks; -1 on deadlock.
 
-    scratch : at least 4 p + 2 S + number of actions; its element 3 p gets the objective itself.
+    scratch : `scratch_size` elements; element 3 p gets the objective itself, and the part from `gaps_at`
+    how long each action's rank waited before it for a message.
     ends, limits : 2 S m each.
     """
     S, p, m = t.num_stages, t.num_ranks, t.num_microbatches
     total = offsets[p]
     late, clock, place, counts, trail = 0, p, 2 * p, 4 * p, 4 * p + 2 * S
+    gaps = trail + total
     for k in range(2 * S * m):
         ends[k] = -1
         limits[k] = _FAR
@@ -44,6 +57,7 @@ def evaluate_line(
                 kind = code // S
                 s = code - kind * S
                 slot = -1
+                before = now
                 if kind != 2:
                     side = 0 if kind == 0 else 1
                     slot = (side * S + s) * m + scratch[counts + side * S + s]
@@ -71,10 +85,12 @@ def evaluate_line(
                     if blocked:
                         now = scratch[clock + r]
                         break
+                    scratch[gaps + offsets[r] + k] = now - before
                     now += t.length[code]
                     ends[slot] = now
                     scratch[counts + side * S + s] = i + 1
                 else:
+                    scratch[gaps + offsets[r] + k] = 0
                     now += t.length[code]
                 scratch[trail + done] = (offsets[r] + k) * p + r
                 done += 1
@@ -157,86 +173,6 @@ def stays_legal(t: Tables, offsets: Vector, line: Vector, rank: int, counts: Vec
 
 
 @jit
-def _random(state: Vector) -> int:
-    """Next of a 32-bit xorshift sequence; the state is its only element."""
-    x: int = state[0]
-    x ^= (x << 13) & 0xFFFFFFFF
-    x ^= x >> 17
-    x ^= (x << 5) & 0xFFFFFFFF
-    state[0] = x
-    return x
-
-
-@jit
-def _move_one(offsets: Vector, line: Vector, rank: int, state: Vector, jumps: Vector) -> bool:
-    """Take one action of a rank some places forward or back. False if nothing changes."""
-    begin, size = offsets[rank], offsets[rank + 1] - offsets[rank]
-    a = _random(state) % size
-    jump = jumps[_random(state) % 4096]
-    b = a - jump if _random(state) & 64 else a + jump
-    b = min(max(b, 0), size - 1)
-    code = line[begin + a]
-    changed = False
-    step = 1 if b > a else -1
-    while a != b:
-        if line[begin + a + step] != code:
-            changed = True
-        line[begin + a] = line[begin + a + step]
-        a += step
-    line[begin + b] = code
-    return changed
-
-
-@jit
-def _move_many(
-    t: Tables, offsets: Vector, line: Vector, rank: int, state: Vector, spare: Vector, width: int
-) -> bool:
-    """Take a range of microbatches of one (kind, stage) some places forward or back."""
-    begin, size = offsets[rank], offsets[rank + 1] - offsets[rank]
-    code = line[begin + _random(state) % size]
-    m = t.num_microbatches
-    low = _random(state) % m
-    high = low + 1 + _random(state) % m
-    shift = 1 + _random(state) % width
-    if _random(state) & 64:
-        shift = -shift
-    kept, moved, seen = 0, 0, 0
-    for k in range(size):
-        here = line[begin + k]
-        chosen = False
-        if here == code:
-            chosen = low <= seen < high
-            seen += 1
-        if chosen:
-            spare[size + moved] = k
-            moved += 1
-        else:
-            spare[kept] = k
-            kept += 1
-    if moved == 0 or kept == 0:
-        return False
-    for k in range(size):
-        spare[2 * size + k] = line[begin + k]
-    x, y, changed = 0, 0, False
-    for k in range(size):
-        take = x == kept
-        if not take and y < moved:
-            goal = 2 * (spare[size + y] + shift) + (1 if shift > 0 else -1)
-            take = goal < 2 * spare[x]
-        if take:
-            source = spare[size + y]
-            y += 1
-        else:
-            source = spare[x]
-            x += 1
-        here = spare[2 * size + source]
-        if here != line[begin + k]:
-            changed = True
-        line[begin + k] = here
-    return changed
-
-
-@jit
 def anneal(
     t: Tables,
     offsets: Vector,
@@ -257,43 +193,56 @@ def anneal(
     limits: Vector,
     spare: Vector,
     counts: Vector,
+    gaps: Vector,
 ) -> int:
     """Tries ``first`` to ``last`` of ``total``; returns the next try.
 
     scores : current score, best score, try of the last gain, best objective. ``heat`` is the
-    temperature of the first try in units of the score; it falls as (1 - try / total) squared. Stops
+    temperature of the first try in units of the score; it falls as (1 - try / total) squared.
+    state : the random sequence, then room for the ranks changed in a try. gaps : waits of the current order. Four moves of five look at a rank that waits for a message: an action
+    is moved into the gap, or what the message depends on is moved up. Stops
     when the objective falls to ``goal``. After a sixth of all tries without gain the search returns
     to the best.
     """
     p, size = t.num_ranks, offsets[t.num_ranks]
+    waits = 4 * p + 2 * t.num_stages + size
     for n in range(first, last):
         if scores[3] <= goal:
             return n
         for k in range(size):
             trial[k] = current[k]
-        moves = 1 + _random(state) % 4
-        changed, legal = False, True
-        for _ in range(moves):
-            rank = _random(state) % p
-            if _random(state) % 4 == 0:
-                one = _move_many(t, offsets, trial, rank, state, spare, 7)
+        changed, rank = 0, -1
+        for _ in range(1 + random_bits(state) % 4):
+            dice = random_bits(state) % 64
+            if rank < 0 or dice & 1:
+                rank = random_bits(state) % p
+            dice >>= 1
+            if dice < 7:
+                rank = move_into_gap(t, offsets, trial, rank, state, gaps)
+            elif dice < 26:
+                rank = move_cause(t, offsets, trial, rank, state, jumps, gaps)
+            elif dice < 28:
+                rank = move_many(t, offsets, trial, rank, state, spare, 7)
             else:
-                one = _move_one(offsets, trial, rank, state, jumps)
-            if one:
-                changed = True
-                if not stays_legal(t, offsets, trial, rank, counts):
-                    legal = False
-                    break
-        if not changed or not legal:
+                rank = move_one(offsets, trial, rank, state, jumps)
+            if rank >= 0:
+                changed += 1
+                state[changed] = rank
+        legal = changed > 0
+        for k in range(changed):
+            if legal and not stays_legal(t, offsets, trial, state[k + 1], counts):
+                legal = False
+        if not legal:
             continue
         score = evaluate_line(t, offsets, trial, scratch, ends, limits)
         if score < 0:
             continue
         left = 1.0 - n / total
-        if score - scores[0] <= heat * left * left * exponential[_random(state) % 4096]:
+        if score - scores[0] <= heat * left * left * exponential[random_bits(state) % 4096]:
             scores[0] = score
             for k in range(size):
                 current[k] = trial[k]
+                gaps[k] = scratch[waits + k]
             if scratch[3 * p] < scores[3] or (scratch[3 * p] == scores[3] and score < scores[1]):
                 scores[1] = score
                 scores[3] = scratch[3 * p]
@@ -305,4 +254,7 @@ def anneal(
             scores[0] = scores[1]
             for k in range(size):
                 current[k] = best[k]
+            evaluate_line(t, offsets, current, scratch, ends, limits)
+            for k in range(size):
+                gaps[k] = scratch[waits + k]
     return last

@@ -60,7 +60,8 @@ class Pattern:
         keys: list[int] = []
         for side, late in ((forward, 0), (backward, 0), (backward, self.weight)):
             for s in range(S):
-                keys.extend(100 * (side[s] + late + period * i) + (1 if late else 0) for i in range(m))
+                first = 100 * (side[s] + late) + (1 if late else 0)
+                keys.extend(range(first, first + 100 * period * m, 100 * period))
         flying = [max(1, (backward[s] - forward[s]) // period + 1 + self.extra) for s in range(S)]
         return keys, flying
 

@@ -5,7 +5,11 @@ Everything is counted in tries, so that a seed decides the result; the time limi
 
 from __future__ import annotations
 
+import os
 import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from zbcompile.planner.anneal import Annealer
@@ -14,6 +18,7 @@ from zbcompile.planner.dispatch import Dispatcher
 from zbcompile.planner.flat import Codes, Flat
 from zbcompile.planner.offsets import Pattern, mutate, standard_patterns, waves_of
 from zbcompile.planner.state import Best
+from zbcompile.planner.tables import HAVE_NUMBA, unpack
 
 __all__ = ["Effort", "Search", "block_orders", "dispatched_orders", "improve", "pattern_orders"]
 
@@ -29,7 +34,7 @@ class Effort:
 
     blocks: int = 40
     dispatches: int = 400
-    tries: int = 40_000
+    tries: int = 10_000
     seeds: int = 12
 
     @staticmethod
@@ -39,15 +44,19 @@ class Effort:
         scale = min(1.0, 1200 / actions)
         return Effort(
             max(15, int(40 * scale)),
-            max(60, int(400 * scale * min(2, level))),
-            max(500, int(40_000 * scale * level)),
-            12 if actions < 2000 else 5 if actions < 4000 else 2,
+            max(60, int(800 * scale * min(3, level))),
+            max(500, int(8_000 * scale * level)),
+            12 if actions < 6000 else 5,
         )
 
 
 Scored = tuple[int, int, Codes]
 _HEATS = (4e-4, 1.5e-4)
 """First temperatures to take in turn, as shares of the value."""
+_HOPELESS = 1.05
+"""Orders longer than the best by this factor are not annealed, but three are always."""
+_LAST_ROUND = 27
+"""Tries of the last round, in those of the first."""
 
 
 def block_orders(flat: Flat, annealer: Annealer, tries: int, rng: random.Random) -> list[Scored]:
@@ -69,7 +78,7 @@ def block_orders(flat: Flat, annealer: Annealer, tries: int, rng: random.Random)
 def dispatched_orders(
     flat: Flat, annealer: Annealer, dispatcher: Dispatcher, tries: int, period: int, rng: random.Random
 ) -> list[Scored]:
-    """The two best orders of `tries` recipes decoded by keyed dispatch.
+    """The two best orders of `tries` recipes decoded by keyed dispatch; it ends after a third without gain.
 
     A recipe is a pattern and the most microbatches in flight per stage; both are changed, since
     under a tight cap the limits decide more than the pattern.
@@ -78,7 +87,10 @@ def dispatched_orders(
         replace(pattern, period=period) for pattern in standard_patterns(len(waves_of(flat)), flat.num_ranks)
     ]
     pool: list[tuple[int, int, Pattern, list[int], Codes]] = []
+    gained = 0
     for k in range(tries):
+        if k - gained > tries // 3:
+            break
         turn, first = divmod(k, len(standard))
         if turn < 3 or not pool:
             pattern = standard[first]
@@ -94,9 +106,13 @@ def dispatched_orders(
                     s = rng.randrange(len(flying))
                     flying[s] = max(1, flying[s] + rng.choice((-1, 1)))
             keys, _ = pattern.keys(flat)
-        codes = dispatcher.run(keys, flying, pattern.share)
-        score = None if codes is None else annealer.score(codes)
-        if codes is not None and score is not None and all(score != entry[:2] for entry in pool):
+        line = dispatcher.run_line(keys, flying, pattern.share)
+        score = None if line is None else annealer.score_line(dispatcher.offsets, line)
+        if score is None or (len(pool) == 16 and score >= pool[-1][:2]):
+            continue
+        if all(score != entry[:2] for entry in pool):
+            gained = k if not pool or score[0] < pool[0][0] else gained
+            codes = unpack(flat, dispatcher.offsets, line)
             pool = sorted([*pool, (*score, pattern, flying, codes)], key=lambda entry: entry[:2])[:16]
     return [(entry[0], entry[1], entry[4]) for entry in pool[:2]]
 
@@ -108,7 +124,7 @@ def pattern_orders(best: Best, annealer: Annealer, effort: Effort, rng: random.R
     if several and best.seconds_left > 0:
         found = block_orders(best.flat, annealer, effort.blocks, rng)
     dispatcher, slots = Dispatcher(best.flat), 3 * -(-best.flat.num_stages // best.flat.num_ranks)
-    for period in (slots, slots, slots, slots + 3) if several else (slots, 2 * slots):
+    for period in (slots, slots + 2, slots + 3, slots) if several else (slots, 2 * slots):
         own = random.Random(rng.random())
         if best.seconds_left > 0:
             found += dispatched_orders(best.flat, annealer, dispatcher, effort.dispatches, period, own)
@@ -127,41 +143,57 @@ class Search:
         """Take the best of the orders given and of those that patterns make."""
         found = _distinct(_scored(self.annealer, seeds))[:4]
         found += pattern_orders(self.best, self.annealer, self.effort, random.Random(self.seed))
-        self.pool = _distinct(found)[: self.effort.seeds]
+        pool = _distinct(found)[: self.effort.seeds]
+        self.pool = [e for k, e in enumerate(pool) if k < 3 or e[0] <= _HOPELESS * pool[0][0]]
         for _, _, codes in self.pool:
             self.best.offer(codes, "pattern")
 
     def anneal(self, reserve_s: float = 0.0) -> None:
-        """Anneal every order; the better third goes on with three times the tries, until one is left.
+        """Anneal every order; the better third goes on with three times the tries; the last two rounds
+        start twice from the best.
 
         reserve_s : seconds of the limit to leave for what comes after.
         """
-        best, pool, tries, turn = self.best, self.pool, self.effort.tries, 0
-
-        def over() -> bool:
-            return best.seconds_left <= reserve_s
-
-        while pool and not best.done and not over():
-            following: list[Scored] = []
-            for _, _, codes in pool:
-                turn += 1
-                improved = self.annealer.run(
-                    codes,
-                    tries,
-                    seed=self.seed * 1000 + turn,
-                    heat=_HEATS[turn % len(_HEATS)],
-                    goal=best.bound.value_ns,
-                    stop=over,
-                )
-                following.extend(_scored(self.annealer, [improved]))
+        best, tries, turn = self.best, self.effort.tries, 0
+        starts = [codes for _, _, codes in self.pool]
+        while starts and not best.done and best.seconds_left > reserve_s:
+            found: list[Codes] = []
+            for improved in self._round(starts, tries, turn, reserve_s):
                 best.offer(improved, "search")
                 best.report("search")
                 if best.done:
                     return
-            if len(pool) == 1:
+                found.append(improved)
+            if tries >= _LAST_ROUND * self.effort.tries:
                 return
-            pool = _distinct(following)[: max(1, len(pool) // 3)]
+            turn += len(starts)
             tries *= 3
+            kept = [codes for _, _, codes in _distinct(_scored(self.annealer, found))]
+            starts = kept[: len(starts) // 3] if len(starts) >= 6 else kept[:1] * 2
+
+    def _round(self, starts: list[Codes], tries: int, turn: int, reserve_s: float) -> Iterator[Codes]:
+        """Anneal all, on as many cores as there are: who computes what does not depend on their number."""
+        best, flat, halted = self.best, self.best.flat, threading.Event()
+
+        def run(k: int) -> Codes:
+            number = turn + k
+            return Annealer(flat).run(
+                starts[k],
+                tries,
+                seed=self.seed * 1000 + number + 1,
+                heat=_HEATS[number % len(_HEATS)],
+                goal=best.bound.value_ns,
+                stop=lambda: halted.is_set() or best.seconds_left <= reserve_s,
+            )
+
+        if not HAVE_NUMBA:
+            yield from map(run, range(len(starts)))
+            return
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores:
+            try:
+                yield from cores.map(run, range(len(starts)))
+            finally:
+                halted.set()
 
 
 def improve(best: Best, seeds: list[Codes], effort: Effort, seed: int) -> None:

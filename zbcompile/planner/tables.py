@@ -30,7 +30,7 @@ Vector = Any
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile with numba where it is installed; else leave the function as it is."""
     if HAVE_NUMBA:
-        compiled: Callable[..., Any] = numba.njit(cache=True)(function)
+        compiled: Callable[..., Any] = numba.njit(cache=True, nogil=True)(function)
         return compiled
     return function
 
@@ -120,16 +120,15 @@ def _targets(flat: Flat, waits: Sequence[Sequence[tuple[int, int]]]) -> list[lis
 
 def pack(flat: Flat, codes: Codes) -> tuple[Vector, Vector]:
     """(offset of each rank, all codes in a row)."""
-    rows = [[kind * flat.num_stages + s for kind, s in row] for row in codes]
-    return _ragged(rows)
+    count = flat.num_stages
+    return _ragged([[kind * count + s for kind, s in row] for row in codes])
 
 
 def unpack(flat: Flat, offsets: Vector, line: Vector) -> Codes:
     """The inverse of `pack`."""
-    return [
-        [divmod(int(line[k]), flat.num_stages) for k in range(int(offsets[r]), int(offsets[r + 1]))]
-        for r in range(flat.num_ranks)
-    ]
+    count, numbers = flat.num_stages, line if isinstance(line, list) else line.tolist()
+    rows = [numbers[int(offsets[r]) : int(offsets[r + 1])] for r in range(flat.num_ranks)]
+    return [[divmod(code, count) for code in row] for row in rows]
 
 
 EXPONENTIAL = [-math.log((k + 0.5) / 4096) for k in range(4096)]
