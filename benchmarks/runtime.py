@@ -36,11 +36,13 @@ from zbcompile.problem import Problem
 from zbcompile.runtime.distributed import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.launch import spawn, spawn_outcomes
-from zbcompile.runtime.sleeping import sleeping_stages
+from zbcompile.runtime.sleeping import sleep_ns, sleeping_stages
 from zbcompile.runtime.verbs import Setup, Step
 from zbcompile.simulate import memory_peaks, simulate
 
 MS = 1_000_000
+LINK = Link(100_000, 2_000_000_000)
+"""What a plan for two processes of one machine would assume: 0.1 ms and 2 GB/s."""
 TORCH = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 ROUNDS = 3
 
@@ -49,7 +51,7 @@ def profile(f: int, b: int, w: int, stages: int, size: int, divide: int = 1) -> 
     """Equal stages of F, B, W in ms; with ``divide`` each is that many times smaller, in time and memory."""
     cost = StageCost.simple(f * MS // divide, b * MS // divide, w * MS // divide, 120 // divide, 60 // divide)
     edges = tuple(Edge(s, s + 1, size, size) for s in range(stages - 1))
-    return Profile((cost,) * stages, edges, Link(100_000, 0))
+    return Profile((cost,) * stages, edges, LINK)
 
 
 def planned_against_measured(quick: bool) -> None:
@@ -79,14 +81,14 @@ class _SleepInput(torch.autograd.Function):
     """Sleeps in forward and in the gradient of its input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
-        time.sleep(forward_s)
+    def forward(ctx: Any, x: Tensor, forward: int, backward: int) -> Tensor:
+        ctx.sleep = backward
+        sleep_ns(forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        time.sleep(ctx.backward_s)
+        sleep_ns(ctx.sleep)
         return grads[0].clone(), None, None
 
 
@@ -94,13 +96,13 @@ class _SleepWeight(torch.autograd.Function):
     """Sleeps in the gradient of the weight."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
+    def forward(ctx: Any, weight: Tensor, backward: int) -> Tensor:
+        ctx.sleep = backward
         return weight.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.backward_s)
+        sleep_ns(ctx.sleep)
         return grads[0].clone(), None
 
 
@@ -113,16 +115,15 @@ class SleepingModule(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        own = _SleepWeight.apply(self.weight, self.cost.backward_weight_ns / 1e9)
-        return _SleepInput.apply(x, self.cost.forward_ns / 1e9, self.cost.backward_input_ns / 1e9) + own
+        own = _SleepWeight.apply(self.weight, self.cost.backward_weight_ns)
+        return _SleepInput.apply(x, self.cost.forward_ns, self.cost.backward_input_ns) + own
 
 
 def torch_steps(
     rank: int, text: str, form: str, rank_of: tuple[int, ...], costs: Profile, count: int
 ) -> list[tuple[float, float]]:
     """Per step of a CSV in torch's runtime: seconds from a meeting of all ranks to the last one's end, and
-    the
-    most CPU seconds of one rank."""
+    the most CPU seconds of one rank."""
     device, size = torch.device("cpu"), max(1, costs.edges[0].forward_bytes // 4)
     own = [s for s, r in enumerate(rank_of) if r == rank]
     stages = [PipelineStage(SleepingModule(costs.stages[s]), s, len(rank_of), device) for s in own]
@@ -237,8 +238,7 @@ def _line(name: str, stages: int, peak: int, plan_ms: float, seconds: float) -> 
 
 
 def host_time(quick: bool) -> None:
-    """Table 3: the same 1F1B order with 4 ms actions; what exceeds the plan, per action of the busiest
-    rank."""
+    """Table 3: the same 1F1B order with 4 ms actions; what exceeds the plan, per action of the busiest rank."""
     print("\nhost time per action: one 1F1B order, p = 4, m = 32, F = 4 ms, BW = 8 ms, 4 KB messages")
     ranks, count = 4, 8 if quick else 32
     text = torch_csv_of("1F1B", ranks, count)

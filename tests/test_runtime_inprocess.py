@@ -216,13 +216,12 @@ def test_any_tensor_survives_the_wire(tensor: Tensor) -> None:
         dtype, device = tensor.dtype, tensor.device
 
     layout = Layout.of(Port())  # type: ignore[arg-type]
-    flat = layout.as_bytes(tensor)
-    assert flat.is_contiguous()
-    assert flat.dtype is torch.uint8
-    assert flat.numel() == layout.num_bytes
-    arrived = layout.buffer()
-    arrived.copy_(flat)
-    back = layout.from_bytes(arrived)
+    packed, arrived = layout.pack(tensor), layout.buffer()
+    for message in (packed, arrived):
+        assert message.is_contiguous()
+        assert message.numel() * message.element_size() == layout.num_bytes
+    arrived.copy_(packed)
+    back = layout.unpack(arrived)
     assert torch.equal(back, tensor)
     assert back.stride() == layout.stride
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ class DistributedRunner:
         self.transport = _transport(group, setup, device)
         self.end = Rank(group.rank, setup, {}, self.transport, device)
         self.offset_ns = group.clock_offset_ns()
-        self._waiting: Doing | None = None
+        self._waiting: tuple[Wait, Ticket, float] | None = None
         self._in_step = False
         store = PrefixStore(group.runner_name(), torch_private.own_store())
         self.watchdog = Watchdog(store, group.rank, group.size, stall_limit_s, self._doing, self._abandon)
@@ -79,20 +80,21 @@ class DistributedRunner:
         return end.gradients
 
     def _await(self, wait: Wait, ticket: Ticket) -> None:
-        words = f"waits at {wait} for {describe(ticket.key)} from rank {ticket.peer}"
-        self._waiting = Doing(words, ticket.peer)
+        self._waiting = (wait, ticket, time.monotonic())
         ticket.wait()
         self._waiting = None
 
     def _doing(self) -> Doing | None:
         """For the watchdog: the wait or the action of the main thread."""
         waiting, running = self._waiting, self.end.running
-        if waiting is not None or not self._in_step or running is None:
-            return waiting
+        if waiting is not None:
+            wait, ticket, since = waiting
+            words = f"waits at {wait} for {describe(ticket.key)} from rank {ticket.peer}"
+            return Doing(words, ticket.peer, since)
+        if not self._in_step or running is None:
+            return None
         kind, stage, microbatch = running
-        doing = Doing(f"runs {stage}{kind.letter}{microbatch}", -1)
-        doing.since = self.end.running_since
-        return doing
+        return Doing(f"runs {stage}{kind.letter}{microbatch}", -1, self.end.running_since)
 
     def _abandon(self) -> None:
         self.transport.abandon()

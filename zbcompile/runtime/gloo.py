@@ -2,11 +2,16 @@
 
 A send is a rendezvous at every size and keeps its tensor until the peer has received it; a receive is posted
 with its buffer. gloo matches by sender and tag, so the two directions of a pair never mix.
+
+gloo copies the payload inside the call that sends. Large messages are therefore sent by a thread of the
+transport, so that the rank computes meanwhile; they have a tag of their own, because they may be overtaken
+by small ones of the same channel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -18,7 +23,8 @@ from zbcompile.runtime.transport import Key, Ticket, describe
 
 __all__ = ["BrokenChannelError", "GlooTransport"]
 
-_TAG = 0
+_SMALL, _LARGE = 0, 1
+_LARGE_BYTES = 256 << 10
 
 
 class BrokenChannelError(Exception):
@@ -53,18 +59,29 @@ class _GlooTicket:
         try:
             for work in works:
                 work.wait()
-        except RuntimeError as error:
+        except (RuntimeError, CancelledError) as error:
             raise BrokenChannelError(self.peer, self.key, error) from error
         self._works = []
         self._open.pop(id(self), None)
 
     def tensors(self) -> list[Tensor]:
         buffers, self._buffers = self._buffers, []
-        return [layout.from_bytes(flat) for layout, flat in zip(self._layouts, buffers, strict=True)]
+        return [layout.unpack(flat) for layout, flat in zip(self._layouts, buffers, strict=True)]
 
     def drop(self) -> None:
         """Forget the transfer, so that its connection can close."""
         self._works = []
+
+
+class _SentByThread:
+    """The work of a send that the transport's thread posts."""
+
+    def __init__(self, posted: Future[Any]) -> None:
+        self._posted = posted
+
+    def wait(self) -> None:
+        """Return when the peer has the message."""
+        self._posted.result().wait()
 
 
 class GlooTransport:
@@ -73,20 +90,30 @@ class GlooTransport:
     def __init__(self, group: PipelineGroup) -> None:
         self._process_group = group.new_group("gloo")
         self._open: dict[int, _GlooTicket] = {}
+        self._sender = ThreadPoolExecutor(1, "zbcompile sender")
 
     def post_send(self, peer: int, key: Key, layouts: Sequence[Layout], tensors: list[Tensor]) -> Ticket:
         """One transfer per tensor that has elements; the ticket keeps their memory."""
-        flats = [layout.as_bytes(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
+        packed = [layout.pack(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
         send = self._process_group.send
-        works = [send([flat], peer, _TAG) for flat in flats if flat.numel()]
-        return _GlooTicket(key, peer, works, flats, layouts, self._open)
+        works: list[Any] = []
+        for layout, message in zip(layouts, packed, strict=True):
+            if layout.num_bytes >= _LARGE_BYTES:
+                works.append(_SentByThread(self._sender.submit(send, [message], peer, _LARGE)))
+            elif layout.num_bytes:
+                works.append(send([message], peer, _SMALL))
+        return _GlooTicket(key, peer, works, packed, layouts, self._open)
 
     def post_recv(self, peer: int, key: Key, layouts: Sequence[Layout]) -> Ticket:
         """Buffers of the sizes that were compiled for."""
-        flats = [torch.empty(layout.num_bytes, dtype=torch.uint8) for layout in layouts]
+        buffers = [layout.buffer() for layout in layouts]
         receive = self._process_group.recv
-        works = [receive([flat], peer, _TAG) for flat in flats if flat.numel()]
-        return _GlooTicket(key, peer, works, flats, layouts, self._open)
+        works = [
+            receive([buffer], peer, _LARGE if layout.num_bytes >= _LARGE_BYTES else _SMALL)
+            for layout, buffer in zip(layouts, buffers, strict=True)
+            if layout.num_bytes
+        ]
+        return _GlooTicket(key, peer, works, buffers, layouts, self._open)
 
     def flush(self) -> None:
         """Transfers start when they are posted."""
@@ -94,6 +121,7 @@ class GlooTransport:
     def abandon(self) -> None:
         """Close the connections. May be called from another thread; a wait of the main thread goes on
         until its peer has closed too."""
+        self._sender.shutdown(wait=False, cancel_futures=True)
         for ticket in list(self._open.values()):
             ticket.drop()
         self._open.clear()

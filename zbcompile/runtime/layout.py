@@ -1,12 +1,13 @@
-"""Tensors as bytes on a wire: memory in the order of the strides that were compiled for.
+"""Tensors on a wire: memory in the order of the strides that were compiled for.
 
-A dense tensor, in whatever order of its dimensions, travels as its own memory, without a copy. One with
+A contiguous tensor travels as it is, another dense one, in whatever order of its dimensions, as the bytes of
+its own memory, without a copy. One with
 gaps or repeated elements travels as a contiguous copy. Zero elements travel not at all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,6 +28,10 @@ class Layout:
     device: torch.device
     num_bytes: int
     is_dense: bool
+    _is_plain: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_is_plain", self.is_dense and self.stride == _contiguous(self.shape))
 
     @staticmethod
     def of(port: PortLike) -> Layout:
@@ -40,8 +45,8 @@ class Layout:
             stride, dense = _contiguous(shape), True
         return Layout(shape, stride, port.dtype, port.device, count * port.dtype.itemsize, dense)
 
-    def as_bytes(self, tensor: Tensor) -> Tensor:
-        """A flat uint8 view of the tensor's memory, or of a copy where its strides are others.
+    def pack(self, tensor: Tensor) -> Tensor:
+        """What goes on the wire: contiguous; the tensor itself, a flat uint8 view of its memory, or of a copy.
 
         Raises `ShapeError` for another shape or dtype: the peer's buffer has the one compiled for.
         """
@@ -54,18 +59,24 @@ class Layout:
         if self.is_dense:
             if tensor.stride() != self.stride:
                 tensor = self._empty(self.stride).copy_(tensor)
+            if self._is_plain:
+                return tensor
             flat = tensor.as_strided((tensor.numel(),), (1,))
         else:
             flat = tensor.contiguous().view(-1)
         return flat.view(torch.uint8)
 
     def buffer(self) -> Tensor:
-        """Memory for one arriving tensor."""
+        """Memory for what ``pack`` makes at the other end."""
+        if self._is_plain:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
 
-    def from_bytes(self, flat: Tensor) -> Tensor:
-        """The arrived tensor with the strides that were compiled for."""
-        typed = flat.view(self.dtype)
+    def unpack(self, arrived: Tensor) -> Tensor:
+        """The tensor in an arrived buffer, with the strides that were compiled for."""
+        if self._is_plain:
+            return arrived
+        typed = arrived.view(self.dtype)
         if self.is_dense:
             return typed.as_strided(self.shape, self.stride)
         return self._empty(self.stride).copy_(typed.view(self.shape))

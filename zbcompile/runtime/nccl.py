@@ -53,7 +53,8 @@ class _Channel:
                     continue
                 flat.record_stream(self.stream)
                 call = self.group.send if self.is_source else self.group.recv
-                works.append(call([flat], self.other, 0))
+                # As bytes: NCCL does not know every dtype.
+                works.append(call([flat.view(-1).view(torch.uint8)], self.other, 0))
         return works
 
 
@@ -82,7 +83,7 @@ class _NcclTicket:
         current = torch.cuda.current_stream(self._channel.device)
         for flat in flats:
             flat.record_stream(current)
-        return [layout.from_bytes(flat) for layout, flat in zip(self._layouts, flats, strict=True)]
+        return [layout.unpack(flat) for layout, flat in zip(self._layouts, flats, strict=True)]
 
 
 class NcclTransport:
@@ -117,7 +118,7 @@ class NcclTransport:
 
     def post_send(self, peer: int, key: Key, layouts: Sequence[Layout], tensors: list[Tensor]) -> Ticket:
         """Queue a send; the tensors' memory is not reused before it is done."""
-        flats = [layout.as_bytes(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
+        flats = [layout.pack(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
         return self._post(key, peer, self._channels[self._rank, peer], flats, layouts)
 
     def post_recv(self, peer: int, key: Key, layouts: Sequence[Layout]) -> Ticket:

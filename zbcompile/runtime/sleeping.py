@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ from torch import Tensor
 
 from zbcompile.costs import Profile
 
-__all__ = ["Sleeping", "SleepingPort", "sleeping_stages"]
+__all__ = ["Sleeping", "SleepingPort", "sleep_ns", "sleeping_stages"]
+
+_SLEEP_NS, _SLEEPS = 10_000_000, 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,38 +82,51 @@ class Sleeping:
 
     def run_forward(self, state: Mapping[str, Tensor], inputs: list[Any]) -> tuple[list[Tensor], list[Any]]:
         """Sleep as long as F."""
-        self._sleep(self.cost.forward_ns)
+        sleep_ns(self.cost.forward_ns)
         return list(self._made), []
 
     def run_backward_input(
         self, saved: list[Any], output_grads: list[Tensor | None]
     ) -> tuple[list[Tensor | None], list[Any]]:
         """Sleep as long as B."""
-        self._sleep(self.cost.backward_input_ns)
+        sleep_ns(self.cost.backward_input_ns)
         return list(self._returned), []
 
     def run_backward_weight(self, saved: list[Any]) -> dict[str, Tensor]:
         """Sleep as long as W."""
-        self._sleep(self.cost.backward_weight_ns)
+        sleep_ns(self.cost.backward_weight_ns)
         return {}
 
     def run_full_backward(
         self, saved: list[Any], output_grads: list[Tensor | None]
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """Sleep as long as BW."""
-        self._sleep(self.cost.full_backward_ns)
+        sleep_ns(self.cost.full_backward_ns)
         return list(self._returned), {}
 
     def signature_hash(self) -> str:
         """Of its costs and ports."""
         return hashlib.sha256(repr((self.cost, self.inputs, self.outputs)).encode()).hexdigest()
 
-    @staticmethod
-    def _sleep(duration_ns: int) -> None:
-        if duration_ns:
-            time.sleep(duration_ns / 1e9)
+
+def sleep_ns(duration_ns: int) -> None:
+    """Sleep as long as told, less what this machine oversleeps."""
+    if duration_ns:
+        time.sleep(max(0, duration_ns - _oversleep_ns()) / 1e9)
+
+
+@cache
+def _oversleep_ns() -> int:
+    """How much longer than asked this process sleeps: the median, so that half of all sleeps end too late."""
+    extra = []
+    for _ in range(_SLEEPS):
+        begin = time.perf_counter_ns()
+        time.sleep(_SLEEP_NS / 1e9)
+        extra.append(time.perf_counter_ns() - begin - _SLEEP_NS)
+    return max(0, int(statistics.median(extra)))
 
 
 def sleeping_stages(profile: Profile, device: torch.device) -> tuple[Sleeping, ...]:
     """All stages of a profile."""
+    _oversleep_ns()
     return tuple(Sleeping(k, profile, device) for k in range(profile.num_stages))

@@ -105,7 +105,7 @@ class LocalTransport:
 
     def post_send(self, peer: int, key: Key, layouts: Sequence[Layout], tensors: list[Tensor]) -> Ticket:
         """Hand over; what the receiver gets has the strides that were compiled for."""
-        moved = [layout.from_bytes(layout.as_bytes(t)) for layout, t in zip(layouts, tensors, strict=True)]
+        moved = [layout.unpack(layout.pack(t)) for layout, t in zip(layouts, tensors, strict=True)]
         ticket = _LocalTicket(key, peer, moved)
         self._channel(self.rank, peer).add(self._channel(self.rank, peer).sends, ticket)
         return ticket

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -32,16 +33,16 @@ _NO_STORE = (
 )
 
 
+@dataclass(frozen=True, slots=True)
 class Doing:
-    """What a rank's main thread does: written by it, read by the watchdog.
+    """What a rank's main thread does.
 
     words : of an action or a wait. peer : the rank waited for, or -1. since : when it began (monotonic, s).
     """
 
-    __slots__ = ("peer", "since", "words")
-
-    def __init__(self, words: str, peer: int) -> None:
-        self.words, self.peer, self.since = words, peer, time.monotonic()
+    words: str
+    peer: int
+    since: float
 
     def text(self) -> str:
         """One line for the store."""
