@@ -198,46 +198,63 @@ def _call(action: Action, microbatch: str) -> str:
 
 def fold(row: Sequence[Action | None]) -> list[Action | Loop | None]:
     """The row with its longest repeating stretches as loops; unrolled it is the row again."""
-    best, start = _best_loop(row)
+    widest = max((abs(a.microbatch) for a in row if a is not None), default=0)
+    return _fold(row, _codes(row, widest), widest)
+
+
+def _fold(row: Sequence[Action | None], codes: Sequence[int], widest: int) -> list[Action | Loop | None]:
+    best, start = _best_loop(row, codes, widest)
     if best is None:
         return list(row)
     end = start + len(best.body) * best.count
-    return [*fold(row[:start]), best, *fold(row[end:])]
+    return [*_fold(row[:start], codes[:start], widest), best, *_fold(row[end:], codes[end:], widest)]
 
 
-def _best_loop(row: Sequence[Action | None]) -> tuple[Loop | None, int]:
+def _codes(row: Sequence[Action | None], widest: int) -> list[int]:
+    """A number per action, 0 for a settle: of two that differ by the microbatch alone, that difference apart.
+
+    Any others are more than 2 ``widest`` apart, the largest microbatch.
+    """
+    numbers: dict[tuple[Kind, int, int | None], int] = {}
+    codes = []
+    for action in row:
+        if action is None:
+            codes.append(0)
+        else:
+            number = numbers.setdefault((action.kind, action.stage, action.peer), len(numbers) + 1)
+            codes.append(number * (4 * widest + 1) + action.microbatch)
+    return codes
+
+
+def _best_loop(row: Sequence[Action | None], codes: Sequence[int], widest: int) -> tuple[Loop | None, int]:
     best: Loop | None = None
     where = 0
     for period in range(1, min(_LONGEST_PERIOD, len(row) // _FEWEST_REPEATS) + 1):
-        for start, length, step in _runs(row, period):
+        for start, length, step in _runs(codes, period, widest, best.saved if best else 0):
             count = length // period + 1
-            if count < _FEWEST_REPEATS or all(a is None for a in row[start : start + period]):
+            if count < _FEWEST_REPEATS or not any(codes[start : start + period]):
                 continue
             if best is None or period * (count - 1) > best.saved:
                 best, where = Loop(tuple(row[start : start + period]), count, step), start
     return best, where
 
 
-def _runs(row: Sequence[Action | None], period: int) -> Iterator[tuple[int, int, int]]:
-    """Stretches where row[k + period] is row[k] with its microbatch moved on: (start, length, step)."""
-    start, step = 0, 0
-    for k in range(len(row) - period):
-        moved = _moved(row[k], row[k + period])
-        if moved is None or (moved and step and moved != step):
+def _runs(codes: Sequence[int], period: int, widest: int, least: int) -> Iterator[tuple[int, int, int]]:
+    """Stretches longer than ``least`` where what stands a period later is the same with its microbatch moved
+    on, by a step that is the same all along, or a settle again: (start, length, step)."""
+    start, step, end = 0, 0, len(codes) - period
+    for k, (before, after) in enumerate(zip(codes, codes[period:], strict=False)):
+        moved = after - before
+        if moved == step and moved:
+            continue
+        alike = 0 < moved <= 2 * widest or before == after == 0
+        if not alike or (moved and step):
             if step:
                 yield start, k - start, step
-            start, step = k + (moved is None), moved or 0
+            start, step = (k, moved) if alike else (k + 1, 0)
+            if end - start <= least:
+                return
         else:
             step = step or moved
     if step:
-        yield start, len(row) - period - start, step
-
-
-def _moved(before: Action | None, after: Action | None) -> int | None:
-    """By how much the microbatch moved on; 0 for two settles; None when they are not alike."""
-    if before is None or after is None:
-        return 0 if before is after else None
-    if (before.kind, before.stage, before.peer) != (after.kind, after.stage, after.peer):
-        return None
-    step = after.microbatch - before.microbatch
-    return step if step > 0 else None
+        yield start, end - start, step

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbcompile.check import faults
+from zbcompile.check import judge
 from zbcompile.ir import Action, Kind, Schedule
 from zbcompile.problem import Problem
-from zbcompile.simulate import simulate
+from zbcompile.simulate import simulate, timeline_of
 
 __all__ = ["merge_backward"]
 
@@ -54,7 +54,8 @@ def _free(
     if not pairs:
         return taken
     merged = _merged(schedule, [*taken, *pairs])
-    if not faults(merged, problem) and simulate(merged, problem).value_ns <= limit:
+    _, graph = judge(merged, problem)
+    if graph is not None and timeline_of(graph).value_ns <= limit:
         return [*taken, *pairs]
     if len(pairs) == 1:
         return taken

@@ -9,10 +9,12 @@ Each command lives in a module that is imported when it runs: a query never load
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from zbcompile import __version__
 from zbcompile.cli_options import add_commands
@@ -39,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     module, name = arguments.run.split(":")
     try:
-        code: int = getattr(importlib.import_module(module), name)(arguments)
+        with _rare_collections():
+            code: int = getattr(importlib.import_module(module), name)(arguments)
         sys.stdout.flush()
         return code
     except ZBCompileError as error:
@@ -51,3 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Orders are large and hold no cycles: collecting as often as Python does costs a third of the time."""
+    usual = gc.get_threshold()
+    gc.set_threshold(200_000, 30, 30)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)

@@ -26,60 +26,14 @@ from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
-from zbcompile.costs import Edge
 from zbcompile.errors import CheckError
 from zbcompile.graph import Rules, durations, predecessors
 from zbcompile.ir import Action, Kind, Schedule
+from zbcompile.messages import Message, messages_of
 from zbcompile.positions import Key, Positions
 from zbcompile.problem import Problem
 
 __all__ = ["EventGraph", "Message", "describe_wait", "messages_of"]
-
-
-class Message(NamedTuple):
-    """One message of a step: an activation (``backward`` False) or its gradient, between two ranks."""
-
-    backward: bool
-    source: int
-    target: int
-    microbatch: int
-
-    @property
-    def send(self) -> Action:
-        """The action that sends it, on the rank of ``source``."""
-        kind = Kind.SEND_B if self.backward else Kind.SEND_F
-        return Action(kind, self.source, self.microbatch, self.target)
-
-    @property
-    def recv(self) -> Action:
-        """The action that posts its receive, on the rank of ``target``."""
-        kind = Kind.RECV_B if self.backward else Kind.RECV_F
-        return Action(kind, self.target, self.microbatch, self.source)
-
-    @staticmethod
-    def of(action: Action) -> Message:
-        """The message of a send or receive."""
-        backward = action.kind in (Kind.SEND_B, Kind.RECV_B)
-        assert action.peer is not None
-        if action.kind.is_send:
-            return Message(backward, action.stage, action.peer, action.microbatch)
-        return Message(backward, action.peer, action.stage, action.microbatch)
-
-    def __str__(self) -> str:
-        what = "gradient" if self.backward else "activation"
-        return f"the {what} of microbatch {self.microbatch} from stage {self.source} to stage {self.target}"
-
-
-def messages_of(problem: Problem) -> Iterator[tuple[Edge, Message]]:
-    """Every message that a step needs between different ranks."""
-    rank_of = problem.placement.rank_of
-    for edge in problem.profile.edges:
-        if rank_of[edge.source] == rank_of[edge.target]:
-            continue
-        for microbatch in range(problem.num_microbatches):
-            yield edge, Message(False, edge.source, edge.target, microbatch)
-            if edge.has_gradient:
-                yield edge, Message(True, edge.target, edge.source, microbatch)
 
 
 class _Route(NamedTuple):
@@ -116,6 +70,7 @@ class EventGraph:
     duration : of every node, in ns. successors : of every node, as (node, weight in ns).
     transfer_of : the transfer of every send and receive; -1 for compute actions.
     carried : the send of every transfer.
+    whole : with the edges that a rank's order implies; without them times and cycles are the same.
     """
 
     def __init__(
@@ -124,8 +79,11 @@ class EventGraph:
         problem: Problem,
         send_slots: int | None,
         one_communicator: bool = False,
+        *,
+        whole: bool = False,
     ) -> None:
         self.schedule, self.problem, self.send_slots = schedule, problem, send_slots
+        self.one_communicator, self.whole = one_communicator, whole
         self.positions = Positions(schedule)
         base = self.positions.base
         self.node_of = [range(first, end) for first, end in zip(base, base[1:], strict=False)]
@@ -260,27 +218,32 @@ class EventGraph:
                     pending.append(self.transfer_of[node])
 
     def _add_data(self) -> None:
+        """What actions wait for by the rules, but for what their rank's order has them wait for anyway."""
         rules = Rules.of(self.problem)
         needs: dict[Key, list[_Need]] = {}
         successors, duration = self.successors, self.duration
-        for node, action in enumerate(chain.from_iterable(self.schedule.order)):
-            key, microbatch = (action.kind, action.stage, action.peer), action.microbatch
-            if key not in needs:
-                needs[key] = list(self._needs(action, rules))
-            for producers, kind, stage, lag, sends, receives in needs[key]:
-                before = producers.get(microbatch)
-                if before is None:
-                    raise _missing(Action(kind, stage, microbatch), action)
-                if sends is None:
-                    successors[before].append((node, duration[before] + lag))
-                    continue
-                send = sends.get(microbatch)
-                if send is None:
-                    message = Message(kind is not Kind.FORWARD, stage, action.stage, microbatch)
-                    raise CheckError(f"{message.send} is missing", where=f"needed by {action}")
-                transfer = self.transfer_of[send]
-                successors[transfer].append((node, duration[transfer]))
-                successors[receives[microbatch]].append((node, 0))
+        for nodes, row in zip(self.node_of, self.schedule.order, strict=True):
+            first = len(duration) if self.whole else nodes.start
+            for node, action in zip(nodes, row, strict=True):
+                key, microbatch = (action.kind, action.stage, action.peer), action.microbatch
+                if key not in needs:
+                    needs[key] = list(self._needs(action, rules))
+                for producers, kind, stage, lag, sends, receives in needs[key]:
+                    before = producers.get(microbatch)
+                    if before is None:
+                        raise _missing(Action(kind, stage, microbatch), action)
+                    if sends is None:
+                        if lag or not first <= before < node:
+                            successors[before].append((node, duration[before] + lag))
+                        continue
+                    send = sends.get(microbatch)
+                    if send is None:
+                        message = Message(kind is not Kind.FORWARD, stage, action.stage, microbatch)
+                        raise CheckError(f"{message.send} is missing", where=f"needed by {action}")
+                    transfer, receive = self.transfer_of[send], receives[microbatch]
+                    successors[transfer].append((node, duration[transfer]))
+                    if not first <= receive < node:
+                        successors[receive].append((node, 0))
 
     def _needs(self, action: Action, rules: Rules) -> Iterator[_Need]:
         """What an action and all others of its kind and stage wait for, by the rules of `zbcompile.graph`."""
@@ -370,14 +333,15 @@ class EventGraph:
     def cycle(self) -> list[int]:
         """Nodes of one cycle, each waiting for the next one; empty when there is none."""
         done = set(self._order())
+        if len(done) == len(self.duration):
+            return []
+        whole = EventGraph(self.schedule, self.problem, self.send_slots, self.one_communicator, whole=True)
         waits_for: dict[int, int] = {}
-        for node, edges in enumerate(self.successors):
+        for node, edges in enumerate(whole.successors):
             if node not in done:
                 for after, _ in edges:
                     if after not in done:
                         waits_for.setdefault(after, node)
-        if not waits_for:
-            return []
         node, seen = min(waits_for), []
         while node not in seen:
             seen.append(node)
