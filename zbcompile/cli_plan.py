@@ -17,6 +17,7 @@ from zbcompile.planner.plan import plan as find_order
 from zbcompile.problem import Problem
 from zbcompile.show.summary import headline, plan_of, proof_line
 from zbcompile.show.units import time_unit
+from zbcompile.simulate import Timeline
 from zbcompile.solution import Certificate, Solution
 
 __all__ = ["plan", "with_communication"]
@@ -64,10 +65,10 @@ def plan(arguments: argparse.Namespace) -> int:
         solution = _found(problem, arguments, reporter)
     finally:
         reporter.close()
-    solution = with_communication(solution)
+    solution, timeline = with_communication(solution)
     write_text(arguments.output, schedule_json.dumps(solution))
     if not arguments.quiet:
-        drawn = plan_of(schedule_json.ScheduleFile.of(solution))
+        drawn = plan_of(schedule_json.ScheduleFile.of(solution), timeline)
         say(headline(drawn))
         say(proof_line(drawn))
     return 130 if reporter.interrupted else 0
@@ -97,9 +98,9 @@ def _found(problem: Problem, arguments: argparse.Namespace, reporter: _Reporter)
     return result.solution
 
 
-def with_communication(solution: Solution) -> Solution:
+def with_communication(solution: Solution) -> tuple[Solution, Timeline]:
     """The solution with its sends and receives in the order, judged and timed again; the bound stays."""
-    schedule = insert_communication(solution.schedule, solution.problem)
-    old, value = solution.certificate, checked_times(schedule, solution.problem).value_ns
-    certificate = Certificate(old.objective, value, old.bound_ns, old.method, old.witness)
-    return replace(solution, schedule=schedule, certificate=certificate)
+    schedule, old = insert_communication(solution.schedule, solution.problem), solution.certificate
+    timeline = checked_times(schedule, solution.problem)
+    certificate = Certificate(old.objective, timeline.value_ns, old.bound_ns, old.method, old.witness)
+    return replace(solution, schedule=schedule, certificate=certificate), timeline

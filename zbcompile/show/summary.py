@@ -52,11 +52,11 @@ def unit_problem(schedule: Schedule) -> Problem:
     return Problem(profile, schedule.placement, schedule.num_microbatches)
 
 
-def plan_of(file: ScheduleFile) -> Plan:
-    """Time a schedule file's order. Raises `CheckError` for an order that cannot run."""
+def plan_of(file: ScheduleFile, timeline: Timeline | None = None) -> Plan:
+    """Time a schedule file's order, unless its times are known. Raises `CheckError` when it cannot run."""
     problem = file.problem or unit_problem(file.schedule)
     return Plan(
-        simulate(file.schedule, problem),
+        timeline or simulate(file.schedule, problem),
         one_f_one_b(problem),
         file.certificate,
         file.origin,
