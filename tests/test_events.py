@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.strategies import greedy_order, problems
-from zbcompile.check import check
+from zbcompile.check import check, checked_times
 from zbcompile.communication import insert_communication
 from zbcompile.costs import Edge, Link, Profile, StageCost
+from zbcompile.errors import CheckError
 from zbcompile.events import EventGraph, Message
 from zbcompile.graph import durations
 from zbcompile.ir import Action, Kind, Placement, Schedule
 from zbcompile.passes.insert_comm import insert_comm
 from zbcompile.problem import Problem
+from zbcompile.simulate import simulate
 
 
 class Machine:
@@ -252,3 +254,39 @@ def test_receives_posted_early_on_one_communicator_hang_as_reported() -> None:
     assert EventGraph.of(early, problem).earliest() is not None
     assert EventGraph.of(early, problem, None, one_communicator=True).earliest() is None
     assert insert_comm(order, problem, one_communicator=True).value_ns > 0
+
+
+@pytest.mark.parametrize("transport", ["async", "rendezvous", "batched"])
+def test_edges_that_the_order_implies_change_nothing(transport: str) -> None:
+    """Without them: the same hangs, and otherwise the same times and the same order of transfers."""
+    hung = 0
+    for seed in range(150):
+        random = Random(seed)
+        stages = tuple(StageCost.simple(*(random.randint(0, 5) for _ in range(5))) for _ in range(4))
+        profile = Profile(stages, link=Link(random.randint(0, 3), 0))
+        problem = Problem.of(profile, Placement.v(2), 4, transport=transport)
+        order = insert_communication(greedy_order(problem, random), problem, random.randint(1, 3))
+        order = shuffled(order, random)
+        lean, whole = (EventGraph(order, problem, 2, whole=whole) for whole in (False, True))
+        early = lean.earliest()
+        assert early == whole.earliest()
+        if early is None:
+            hung += 1
+            assert lean.cycle() == whole.cycle() != []
+        else:
+            assert lean.latest_first_starts(early) == whole.latest_first_starts(early)
+            assert lean.transfers() == whole.transfers()
+        edges = (sum(map(len, graph.successors)) for graph in (lean, whole))
+        assert next(edges) < next(edges)
+    assert 0 < hung < 150
+
+
+def test_the_judge_gives_the_times_of_simulate() -> None:
+    profile = Profile.uniform(StageCost.simple(2, 3, 1), 4, latency_ns=1)
+    for transport in ("async", "rendezvous", "batched"):
+        problem = Problem.of(profile, Placement.v(2), 3, transport=transport)
+        order = greedy_order(problem, Random(1))
+        assert checked_times(order, problem) == simulate(order, problem)
+        late = Schedule.of(order.placement, 3, [row[::-1] for row in order.order])
+        with pytest.raises(CheckError, match="stands before its"):
+            checked_times(late, problem)
