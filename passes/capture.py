@@ -20,11 +20,19 @@ from torch.fx import Graph, GraphModule, Node
 from zbcompile.errors import CaptureError, UsageError
 from zbcompile.passes import torch_private
 from zbcompile.passes.aliasing import StorageGroups, viewed_arguments
-from zbcompile.passes.capture_errors import explain, is_own_file, is_torch_file, refuse_wrappers
+from zbcompile.passes.capture_errors import (
+    explain,
+    refuse_changed_state,
+    refuse_kept_tensors,
+    refuse_wrappers,
+)
 from zbcompile.passes.collection import collection_paused
 from zbcompile.passes.custom_functions import FunctionCall, intercepted
+from zbcompile.passes.places import is_own_file, is_torch_file
 from zbcompile.passes.stand_ins import stand_ins
 from zbcompile.passes.values import Spec, flatten, unflatten
+from zbcompile.passes.watch import Changes, Watch, unchanged
+from zbcompile.passes.with_loss import loss_module, loss_name, with_loss
 
 __all__ = ["Captured", "Region", "Role", "capture"]
 
@@ -78,6 +86,11 @@ class _Record:
     spec: Spec | None = None
     loss: int | None = None
 
+    def __init__(self, whole: nn.Module) -> None:
+        self.held = {id(tensor): name for name, tensor in _named(whole)}
+        self.changes = Changes()
+        self.watch = Watch({})
+
 
 class _Whole(nn.Module):
     """Model and loss as a function of the flat batch inputs; remembers how its results were nested."""
@@ -96,7 +109,11 @@ class _Whole(nn.Module):
         self.autocast = torch_private.ambient_autocast()
         self.model = model
         self.training = model.training
-        self.losses = (loss_fn,)  # in a tuple: a loss that is a module is no part of the model
+        self.tables = (with_loss(model, loss_fn),)  # in tuples: not registered a second time
+        self.losses = (loss_fn,)
+        loss = loss_module(model, loss_fn)
+        if loss is not None:
+            self.add_module(loss_name(self.tables[0]), loss)
         self.spec = spec
         self.record = record
 
@@ -108,18 +125,21 @@ class _Whole(nn.Module):
 
     def _forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         args, kwargs, target = unflatten(self.spec, tensors)
-        before = torch_private.assigned_buffers(self.model)
+        (tables,), (loss_fn,) = self.tables, self.losses
+        before = torch_private.assigned_buffers(tables)
         as_eager = torch_private.as_in_eager() if self.eager else contextlib.nullcontext()
-        with as_eager, torch_private.without_tensor_hooks():
+        record, now = self.record, dict(_named(tables))
+        record.watch = Watch({key: now[name] for key, name in record.held.items()})
+        hooks, kept = torch_private.without_tensor_hooks(), unchanged(tables, record.changes)
+        with as_eager, hooks, kept, record.watch:
             value = self.model(*args, **kwargs)
-        _as_changes(before, self.model)
-        (loss_fn,) = self.losses
-        loss = None if loss_fn is None else loss_fn(value, target)
+            loss = None if loss_fn is None else loss_fn(value, target)
+        _as_changes(before, tables)
         if loss is not None:
             value = {"loss": loss, "output": value}
-        results, self.record.spec = flatten(value, results=True)
+        results, record.spec = flatten(value, results=True)
         found = loss if loss is not None else _own_loss(value)
-        self.record.loss = next((i for i, item in enumerate(results) if item is found), None)
+        record.loss = next((i for i, item in enumerate(results) if item is found), None)
         return tuple(results)
 
 
@@ -144,22 +164,24 @@ def capture(
     CaptureError : a branch on tensor data, an unsupported wrapper, or anything that export refuses;
         names the source line and the module path.
     """
-    refuse_wrappers(model)
-    _refuse_trained_loss(loss_fn)
+    whole = with_loss(model, loss_fn)
+    for root in dict.fromkeys((model, whole)):
+        refuse_wrappers(root)
     tensors, spec = flatten((tuple(args), dict(kwargs or {}), target))
     if not tensors:
         raise UsageError("the example holds no tensor", fix="give example args or kwargs with a tensor")
-    record = _Record()
+    record = _Record(whole)
     with (
         intercepted() as functions,
-        stand_ins(model, tensors, device) as (examples, mode),
+        stand_ins(whole, tensors, device) as (examples, mode),
         collection_paused(),
     ):
-        program = _export(_Whole(model, loss_fn, spec, record, mode), examples, model)
+        program = _export(_Whole(model, loss_fn, spec, record, mode), examples)
     if record.spec is None:
         raise CaptureError(f"the forward of {type(model).__name__} did not return")
-    state, names = _canonical(model)
+    state, names = _canonical(whole)
     graph, roles, constants, results = _inline(program, _roles(program, names))
+    refuse_kept_tensors(graph, roles, record.changes)
     state = {role.name: state[role.name] for role in roles.values() if role.name in state}
     module = GraphModule(dict(program.graph_module.named_modules()), graph)
     return Captured(module, roles, state, constants, spec, results, record.spec, record.loss, functions)
@@ -181,17 +203,6 @@ def _as_changes(before: Mapping[tuple[nn.Module, str], Tensor], model: nn.Module
         torch_private.set_buffer(module, name, old)
 
 
-def _refuse_trained_loss(loss_fn: object) -> None:
-    """Buffers of a loss module (class weights) are constants; parameters would have no stage to live in."""
-    for name, parameter in loss_fn.named_parameters() if isinstance(loss_fn, nn.Module) else ():
-        if parameter.requires_grad:
-            raise UsageError(
-                "the loss function has a parameter to train",
-                where=f"loss_fn.{name}",
-                fix="make the loss part of the model, which then returns it",
-            )
-
-
 def _own_loss(value: Any) -> Any:
     """The loss that a model returns itself: the entry called loss, or its only value if a scalar."""
     if isinstance(value, Mapping):
@@ -205,7 +216,7 @@ def _own_loss(value: Any) -> Any:
     return found if isinstance(found, Tensor) else None
 
 
-def _export(whole: _Whole, tensors: list[Tensor], model: nn.Module) -> Any:
+def _export(whole: _Whole, tensors: list[Tensor]) -> Any:
     """Export the path that the model takes in eager; if that one cannot be exported, the path that it
     keeps for export. The first failure is the one to tell."""
     detached = tuple(tensor.detach() for tensor in tensors)
@@ -214,17 +225,24 @@ def _export(whole: _Whole, tensors: list[Tensor], model: nn.Module) -> Any:
         try:
             return torch.export.export(whole, detached, strict=False)
         except Exception as error:
-            whole.eager = False
+            whole.eager, first = False, whole.record.watch
             try:
                 return torch.export.export(whole, detached, strict=False)
             except Exception:
-                raise explain(model, error) from error
+                raise explain(whole.model, whole.tables[0], error, first) from error
+
+
+def _named(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Every name of every parameter and buffer."""
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
 
 
 def _canonical(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Parameters and buffers by their first name, and every name -> the first name of its tensor."""
-    named: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
-    named += list(model.named_buffers(remove_duplicate=False))
+    named = _named(model)
     first: dict[int, str] = {}
     names = {name: first.setdefault(id(tensor), name) for name, tensor in named}
     return {name: tensor for name, tensor in named if names[name] == name}, names
@@ -266,26 +284,13 @@ def _inline(
     outputs = copy_body(source, values, ())
     graph.output(outputs)
     kept = {role.name: program.constants[role.name] for role in roles.values() if role.kind == "constant"}
-    _refuse_changed_parameters(graph, roles)
+    refuse_changed_state(graph, roles)
     _protect_batch(graph, roles)
     _hoist_buffer_writes(graph, roles)
     for node in graph.find_nodes(op="placeholder"):
         if not node.users:
             graph.erase_node(node)
     return graph, roles, kept, tuple(node.name for node in outputs)
-
-
-def _refuse_changed_parameters(graph: Graph, roles: Mapping[str, Role]) -> None:
-    groups = StorageGroups(graph)
-    for root, changes in groups.changes.items():
-        for member in groups.members[root]:
-            if member.op == "placeholder" and roles[member.name].kind == "parameter":
-                name = roles[member.name].name
-                raise CaptureError(
-                    f"the forward changes parameter {name!r} in place ({changes[0].target})",
-                    where=changes[0].meta["source"],
-                    fix="change it after the step, or make it a buffer",
-                )
 
 
 def _protect_batch(graph: Graph, roles: Mapping[str, Role]) -> None:
@@ -345,7 +350,9 @@ def _roles(program: Any, names: Mapping[str, str]) -> dict[str, Role]:
             roles[spec.arg.name] = Role("batch", spec.arg.name, position)
             position += 1
         elif kind is None:
-            raise CaptureError(f"the exported graph takes a {spec.kind.name}", where=spec.arg.name)
+            raise CaptureError(
+                f"the forward uses an object that a graph cannot hold ({spec.kind.name})", where=spec.arg.name
+            )
         else:
             name = spec.target if kind == "constant" else names[spec.target.removeprefix(PREFIX)]
             roles[spec.arg.name] = Role(kind, name)

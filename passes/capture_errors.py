@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from types import FrameType, TracebackType
+from typing import Any
 
-import torch
 from torch import nn
+from torch.fx import Graph
 
 from zbcompile.errors import CaptureError, ZBCompileError
 from zbcompile.passes import torch_private
+from zbcompile.passes.aliasing import StorageGroups
+from zbcompile.passes.places import is_own_file, is_torch_file
+from zbcompile.passes.watch import Changes, Watch
 
-__all__ = ["explain", "is_own_file", "is_torch_file", "refuse_wrappers"]
+__all__ = [
+    "explain",
+    "refuse_changed_state",
+    "refuse_kept_tensors",
+    "refuse_wrappers",
+]
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OWN = os.path.dirname(os.path.realpath(__file__)) + os.sep
 _DATA_DEPENDENT = (
     "data-dependent",
     "Could not guard",
@@ -22,25 +29,52 @@ _DATA_DEPENDENT = (
     "DataDependent",
     "_local_scalar_dense",
 )
+_LEFT_THE_GRAPH = "fake tensor in the exported program constant"
+_REASONS = (
+    (
+        _DATA_DEPENDENT,
+        "a Python branch or loop depends on tensor data",
+        "replace it by torch.where or another tensor operation, or by a flag fixed before training",
+    ),
+    (
+        ("DynamicOutputShape",),
+        "the shape of a result depends on tensor data",
+        "give lengths and sizes as Python numbers, or use an operation with a fixed shape",
+    ),
+    (
+        (".numpy() is not supported", "__array__"),
+        "tensor data leaves torch for numpy",
+        "do it with torch functions, or before the model and pass the result in",
+    ),
+    (
+        (_LEFT_THE_GRAPH,),
+        "a tensor leaves the graph and comes back",
+        "do it with plain torch functions, or put it into a torch.autograd.Function",
+    ),
+)
 
 
-def explain(model: nn.Module, error: BaseException) -> ZBCompileError:
-    """A CaptureError that names source line and module path; errors of this package pass through."""
+def explain(model: nn.Module, whole: nn.Module, error: BaseException, watch: Watch) -> ZBCompileError:
+    """A CaptureError that names op, source line and module path (of the model, or of its loss in
+    ``whole``); errors of this package pass through."""
     if isinstance(error, ZBCompileError):
         return error
-    line, path = _locate(model, error)
+    line, path = _locate(whole, error)
     text = f"{type(error).__name__}: {error}"
     reason, fix = _reason(text)
+    op = watch.failed or (watch.read if any(mark in text for mark in _DATA_DEPENDENT) else "")
+    op = f" in {op}" if op else ""
+    if _LEFT_THE_GRAPH in text and watch.transform:
+        reason, line = "a torch.func transform that takes gradients leaves the graph", watch.transform
+        fix = "use torch.autograd.grad(..., create_graph=True), or put it into a torch.autograd.Function"
     at = f" at {line}" if line else ""
-    return CaptureError(f"cannot capture {type(model).__name__}: {reason}{at}", where=path, fix=fix)
+    return CaptureError(f"cannot capture {type(model).__name__}: {reason}{op}{at}", where=path, fix=fix)
 
 
 def _reason(text: str) -> tuple[str, str]:
-    if any(mark in text for mark in _DATA_DEPENDENT):
-        return (
-            "a Python branch or loop depends on tensor data",
-            "replace it by torch.where or another tensor operation, or by a flag fixed before training",
-        )
+    for marks, reason, fix in _REASONS:
+        if any(mark in text for mark in marks):
+            return reason, fix
     first = text.strip().splitlines()[0] if text.strip() else "unknown reason"
     return first[:300], ""
 
@@ -59,22 +93,42 @@ def _locate(model: nn.Module, error: BaseException) -> tuple[str, str]:
     return line, path
 
 
-def is_torch_file(file: str) -> bool:
-    """Whether a path lies inside the installed torch."""
-    return file.startswith(_TORCH)
-
-
-def is_own_file(file: str) -> bool:
-    """Whether a path is one of this package's passes."""
-    return os.path.realpath(file).startswith(_OWN)
-
-
 def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
     found = []
     while traceback is not None:
         found.append((traceback.tb_frame, traceback.tb_lineno))
         traceback = traceback.tb_next
     return found
+
+
+def refuse_changed_state(graph: Graph, roles: Mapping[str, Any]) -> None:
+    """Refuse a forward that changes a parameter or a plain tensor in place; names it and the line."""
+    groups = StorageGroups(graph)
+    for root, changes in groups.changes.items():
+        for member in groups.members[root]:
+            kind = roles[member.name].kind if member.op == "placeholder" else ""
+            if kind not in ("parameter", "constant"):
+                continue
+            name = roles[member.name].name.removeprefix("model.")
+            what = "a plain tensor" if name.startswith("lifted_tensor") else f"the plain tensor {name!r}"
+            what = f"parameter {name!r}" if kind == "parameter" else what
+            raise CaptureError(
+                f"the forward changes {what} in place ({changes[0].target})",
+                where=changes[0].meta["source"],
+                fix="change it after the step, or register it as a buffer",
+            )
+
+
+def refuse_kept_tensors(graph: Graph, roles: Mapping[str, Any], changes: Changes) -> None:
+    """Refuse a plain tensor that the forward reads and then replaces: each call would read the first."""
+    for hole in graph.find_nodes(op="placeholder"):
+        name = roles[hole.name].name.removeprefix("model.")
+        if roles[hole.name].kind == "constant" and name in changes.tensors and hole.users:
+            raise CaptureError(
+                f"the forward reads the plain tensor {name!r} and replaces it: calls would read the first",
+                where=next(iter(hole.users)).meta["source"],
+                fix=f"register {name.rpartition('.')[2]!r} as a buffer",
+            )
 
 
 def refuse_wrappers(model: nn.Module) -> None:

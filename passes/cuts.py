@@ -13,6 +13,7 @@ from torch.fx import Node
 from zbcompile.errors import CutError, UsageError
 from zbcompile.passes.aliasing import StorageGroups, tensor_bytes
 from zbcompile.passes.op_costs import seconds
+from zbcompile.passes.torch_private import functorch_nesting
 
 __all__ = ["CutPoint", "Order", "balanced_cuts", "named_cuts", "order_of"]
 
@@ -60,7 +61,7 @@ def order_of(nodes: Sequence[Node], groups: StorageGroups, costs: Callable[[Node
             _span(live, first, last, tensor_bytes(value))
         else:
             _span(illegal, first, last, 1)
-    for first, last in _inseparable(nodes, position, groups):
+    for first, last in [*_inseparable(nodes, position, groups), *_transforms(nodes)]:
         _span(illegal, first, last, 1)
     prices = [costs(node) for node in nodes]
     before = [0.0, *accumulate(prices)]
@@ -94,6 +95,18 @@ def _inseparable(
             if any(member.op == "placeholder" for member in groups.members[root]):
                 last_change = max(touching)
             spans.append((min(touching), last_change))
+    return spans
+
+
+def _transforms(nodes: Sequence[Node]) -> list[tuple[int, int]]:
+    """Spans of torch.func transforms, from the call that opens one to the call that closes it."""
+    spans, depth, first = [], 0, 0
+    for i, node in enumerate(nodes):
+        step = functorch_nesting(node)
+        first = i if step > 0 and depth == 0 else first
+        depth += step
+        if step < 0 and depth == 0:
+            spans.append((first, i))
     return spans
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -32,7 +33,8 @@ def boxed(
     name: str,
     copies: Collection[Node] = (),
 ) -> GraphModule:
-    """The calls between ``arguments`` and ``outputs`` in their original order.
+    """The calls between ``arguments`` and ``outputs`` in their original order, and the checks of their
+    results that raise (a singular matrix).
 
     An output that is one of ``copies`` (an argument that the caller changes afterwards) is cloned.
     """
@@ -42,6 +44,7 @@ def boxed(
         values[node] = graph.placeholder(node.name)
         values[node].meta = dict(node.meta)
     _, calls = leaves([node for node in outputs if node not in values], values)
+    calls |= _checks(module.graph, calls)
     for node in module.graph.nodes:
         if node in calls:
             values[node] = graph.node_copy(node, lambda n: values[n])
@@ -56,3 +59,15 @@ def boxed(
     graph.output(tuple(results))
     graph.set_codegen(_Boxed())
     return GraphModule(module, graph, class_name=name)
+
+
+def _checks(graph: Graph, calls: Collection[Node]) -> set[Node]:
+    """Checks of what ``calls`` compute, with the picks of a tuple that only they need."""
+    found: set[Node] = set()
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._linalg_check_errors.default):
+        (info,) = node.all_input_nodes
+        if info in calls:
+            found.add(node)
+        elif info.target is operator.getitem and info.args[0] in calls:
+            found |= {info, node}
+    return found

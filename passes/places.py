@@ -8,12 +8,19 @@ frame with the module path as its function, so that ``print_readable()`` prints
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from types import FrameType
 from typing import Any
 
-__all__ = ["with_place"]
+import torch
+
+__all__ = ["is_own_file", "is_torch_file", "place_of_caller", "with_place"]
 
 _MODEL = "model"
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OWN = os.path.dirname(os.path.realpath(__file__)) + os.sep
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in \S+$')
 
 
@@ -52,3 +59,24 @@ def _last_frame(trace: str) -> tuple[str, str, str]:
 def _short(file: str) -> str:
     """The file inside its package: without the folder that packages are installed in."""
     return file.replace("\\", "/").rpartition("site-packages/")[2].rpartition("dist-packages/")[2]
+
+
+def is_torch_file(file: str) -> bool:
+    """Whether a path lies inside the installed torch."""
+    return file.startswith(_TORCH)
+
+
+def is_own_file(file: str) -> bool:
+    """Whether a path is one of this package's passes."""
+    return os.path.realpath(file).startswith(_OWN)
+
+
+def place_of_caller() -> str:
+    """file:line of the innermost running frame outside of torch and this package, or an empty string."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not (file.startswith("<") or is_torch_file(file) or is_own_file(file)):
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -37,6 +37,10 @@ class Replay(nn.Module):
         }
         self.live = live
         self.functions = functions
+        self.running: Node | None = None
+        """The call that is running: after a failure the one that failed."""
+        self.steps: dict[str, Node] = {}
+        """Name of autograd's step backwards -> the first call that made one."""
 
     def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
         values: dict[Node, Any] = {}
@@ -48,9 +52,14 @@ class Replay(nn.Module):
                 elif node.op == "get_attr":
                     values[node] = self.attributes[str(node.target)]
                 elif node.op == "call_function":
+                    self.running = node
                     regions.enter(node.meta.get("region", ()))
                     with torch_private.node_meta(node):
                         values[node] = self._call(node, values)
+                    step = getattr(values[node], "grad_fn", None)
+                    if step is not None:
+                        self.steps.setdefault(step.name(), node)
+        self.running = None
         results: Any = self.graph.output_node().args[0]
         outputs = [values[node] for node in results]
         return self._separate(outputs, arguments)

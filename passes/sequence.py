@@ -34,8 +34,8 @@ def run_forward(
 def run_backward(stages: Sequence[StageGraphs], saves: list[Saved]) -> dict[str, Tensor]:
     """Gradient per trainable parameter that has one; ``saves`` is emptied.
 
-    The tangent of the loss is 1. A value used by several stages gets the sum of their gradients in
-    increasing stage order, a parameter used by several stages the sum from the last to the first.
+    The tangent of the loss is 1. The gradient of a value or parameter used by several stages is summed from
+    the last to the first, as autograd does.
     """
     pending: dict[str, dict[int, Tensor]] = {}
     total: dict[str, Tensor] = {}
@@ -53,6 +53,6 @@ def run_backward(stages: Sequence[StageGraphs], saves: list[Saved]) -> dict[str,
 
 def _arriving(port: Port, parts: Mapping[int, Tensor]) -> Tensor | None:
     grad = torch.ones(port.shape, dtype=port.dtype, device=port.device) if port.is_loss else None
-    for stage in sorted(parts):
+    for stage in sorted(parts, reverse=True):
         grad = parts[stage] if grad is None else grad + parts[stage]
     return grad

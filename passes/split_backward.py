@@ -28,6 +28,7 @@ from zbcompile.passes.partition import StageSource, Wire
 from zbcompile.passes.replay import Replay
 from zbcompile.passes.save_set import Phase, cut, leaves
 from zbcompile.passes.simplify import simplify
+from zbcompile.passes.split_errors import explain_split
 from zbcompile.passes.stage_graphs import Graphs, Layout, Port, StageGraphs
 from zbcompile.passes.structural_hash import renamed, structural_hash
 from zbcompile.passes.walks import past
@@ -184,8 +185,8 @@ def _trace(
             f"stage {source.index} changes {names[position]!r} to a value that carries a gradient",
             fix="change it under torch.no_grad() or from a detached value",
         ) from error
-    except RuntimeError as error:
-        raise SplitError(f"stage {source.index} cannot be differentiated: {error}") from error
+    except Exception as error:
+        raise explain_split(error, source.index, replay) from error
     parameters = {i for i, role in enumerate(source.roles) if role.kind in ("parameter", "buffer")}
     simplify(joint)
     _refuse_sparse(joint, source)

@@ -45,20 +45,24 @@ __all__ = [
     "assigned_buffers",
     "backward_hooks",
     "fake_mode",
+    "functorch_nesting",
     "has_hooks",
     "inductor_compile",
+    "is_wrapped",
     "joint_graph",
     "missing_compiler",
     "node_meta",
     "parameter_kind",
     "preserve_node_meta",
     "quiet",
+    "random_state",
     "region_of_call",
     "schema",
     "set_buffer",
     "storage_bytes",
     "storage_key",
     "tensor_tables",
+    "transform_depth",
     "tree_leaves",
     "tree_map",
     "without_tensor_hooks",
@@ -122,7 +126,10 @@ def joint_graph(module: nn.Module, arguments: list[Tensor]) -> JointGraph:
 
     No decompositions: only what autograd itself takes apart is taken apart.
     """
-    with contextlib.ExitStack() as stack, quiet(), torch.enable_grad(), _resampling_kept_whole():
+    modes = _resampling_kept_whole(), _checks_without_tokens(), _functorch_levels_kept()
+    with contextlib.ExitStack() as stack, quiet(), torch.enable_grad():
+        for mode in modes:
+            stack.enter_context(mode)
         joint = aot_export_joint_with_descriptors(stack, module, tuple(arguments), decompositions={})
         graph_module = joint.graph_module
     return _with_roles(graph_module)
@@ -146,6 +153,53 @@ def _resampling_kept_whole() -> Iterator[None]:
         for operator, key, kernel in taken:
             operator.py_kernels[key] = kernel
             operator._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def _checks_without_tokens() -> Iterator[None]:
+    """The check for singular matrices as a plain call: torch would thread tokens through the joint graph."""
+    holder = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
+    given, holder._effect = holder._effect, None
+    try:
+        yield
+    finally:
+        holder._effect = given
+
+
+@contextlib.contextmanager
+def _functorch_levels_kept() -> Iterator[None]:
+    """Leave the transforms that a failed trace left open."""
+    functorch = torch._C._functorch
+    depth = functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        if functorch.get_dynamic_layer_stack_depth() > depth:
+            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
+def transform_depth() -> int:
+    """How many torch.func transforms (vmap, grad, jvp, functionalize) are being applied."""
+    return int(torch._C._functorch.get_dynamic_layer_stack_depth())
+
+
+def is_wrapped(value: Tensor) -> bool:
+    """Whether a torch.func transform put this tensor around another."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
+
+
+def functorch_nesting(node: Node) -> int:
+    """+1 where a call of the exported graph opens a torch.func transform, -1 where it closes one, else 0."""
+    if getattr(node.target, "__module__", "") != "torch._functorch.predispatch":
+        return 0
+    name = getattr(node.target, "__name__", "")
+    return int("_increment_nesting" in name) - int("_decrement_nesting" in name)
+
+
+def random_state() -> bytes:
+    """The real state of the CPU's random numbers, also while fake tensors are traced."""
+    with torch._C._DisableTorchDispatch():
+        return bytes(torch.default_generator.get_state().numpy())
 
 
 def _with_roles(module: GraphModule) -> JointGraph:
@@ -304,7 +358,10 @@ def storage_bytes(value: Tensor) -> int:
     if isinstance(size, int):
         return size
     bound = size.node.shape_env.bound_sympy(size.node.expr).upper
-    return min(int(bound), 1 << 60) if bound.is_number and bound.is_finite else 1 << 60
+    try:
+        return min(int(bound), 1 << 60)
+    except (ArithmeticError, AttributeError, TypeError, ValueError):  # no bound is known
+        return 1 << 60
 
 
 def has_hooks(parameter: Tensor) -> bool:

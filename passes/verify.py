@@ -22,6 +22,7 @@ from zbcompile.passes.frontend import FrontEndResult
 from zbcompile.passes.sequence import run_backward, run_forward
 from zbcompile.passes.values import flatten, unflatten
 from zbcompile.passes.verify_reasons import reasons_of, tolerance_of
+from zbcompile.passes.with_loss import with_loss
 
 __all__ = ["Deviation", "VerifyReport", "cheap_to_verify", "verify"]
 
@@ -34,12 +35,14 @@ share instead of its own norm: some gradients are zero but for rounding."""
 @dataclass(frozen=True, slots=True)
 class Deviation:
     """How one value compares. ``error``: norm of the difference over the norm of the reference; 0.0 if
-    and only if equal to the bit. ``reason``: why it may differ, "" when it is equal."""
+    and only if equal to the bit. ``largest``: the largest difference of one element. ``reason``: why it may
+    differ, "" when it is equal."""
 
     kind: str
     name: str
     error: float
     reason: str = ""
+    largest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,29 +86,32 @@ def verify(
 ) -> VerifyReport:
     """Compare ``front`` with ``model`` on one microbatch like the one it was compiled for.
 
-    ``tolerance`` : largest relative error allowed where bits differ; default 1e-6 in float32 and
-    2 eps in a narrower dtype, 1e-5 for stages compiled by inductor.
+    Every value must be equal to the bit unless `verify_reasons` knows why it need not be; then its relative
+    error may reach 1e-6 in float32, 2 eps in a narrower dtype, 1e-5 for stages compiled by inductor.
+    ``tolerance`` : a relative error allowed for every value instead, with or without a reason.
 
     Raises
     ------
-    SplitError : a value that differs by more; names parameter, module and stage. UsageError : a model
-        without weights (on the meta device).
+    SplitError : a value that differs by more; names parameter, module, stage and the largest difference.
+    UsageError : a model without weights (on the meta device).
     """
-    _check_real(model)
+    whole = with_loss(model, loss_fn)
+    _check_real(whole)
     batch = [tensor.detach().clone() for tensor in front.flat_inputs(args, kwargs, target)]
     allowed = tolerance_of(front) if tolerance is None else tolerance
-    with _untouched(model, batch) as start:
+    with _untouched(whole, batch) as start:
         expected = _reference(model, front, batch, loss_fn)
         start()
-        found = _stages(model, front, batch)
+        found = _stages(whole, front, batch)
     reasons = reasons_of(front)
     values: list[Deviation] = []
     for kind in ("output", "gradient", "buffer"):
         values += _compare(kind, found[kind], expected[kind], reasons)
     report = VerifyReport(tuple(values), allowed)
-    for value in report.values:
-        if not value.error <= allowed:
-            raise _mismatch(front, value, allowed)
+    wrong = [v for v in values if not v.error <= allowed or (v.error and not v.reason and tolerance is None)]
+    if wrong:
+        first = max(wrong, key=lambda value: (value.kind == "output", value.error))
+        raise _mismatch(front, first, len(wrong), allowed)
     return report
 
 
@@ -122,8 +128,9 @@ def _reference(
         if loss_fn is not None:
             value = {"loss": loss_fn(value, target), "output": value}
         leaves = flatten(value, results=True)[0]
-        grads = {} if front.loss is None else _autograd(model, leaves[front.loss])
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        whole = with_loss(model, loss_fn)
+        grads = {} if front.loss is None else _autograd(whole, leaves[front.loss])
+    buffers = {name: buffer.detach().clone() for name, buffer in whole.named_buffers()}
     names = list(front.result_spec.paths())
     outputs = {name: leaf.detach() for name, leaf in zip(names, leaves, strict=True)}
     return {"output": outputs, "gradient": grads, "buffer": buffers}  # type: ignore[dict-item]
@@ -174,7 +181,8 @@ def _compare(
     for name in dict.fromkeys([*expected, *found]):
         mine, theirs = found.get(name), expected.get(name)
         error = _error(mine, theirs, max(norms.get(name, 0.0), floor))
-        yield Deviation(kind, name, error, reasons(kind, name) if error else "")
+        reason = reasons(kind, name) if error else ""
+        yield Deviation(kind, name, error, reason, _largest(mine, theirs) if error else 0.0)
 
 
 def _error(mine: Tensor | None, theirs: Tensor | None, scale: float) -> float:
@@ -195,6 +203,16 @@ def _error(mine: Tensor | None, theirs: Tensor | None, scale: float) -> float:
     return difference / scale if scale > 0.0 else float("inf")
 
 
+def _largest(mine: Tensor | None, theirs: Tensor | None) -> float:
+    """The largest difference of one element; a missing gradient counts as zero."""
+    if mine is None or theirs is None:
+        one = theirs if mine is None else mine
+        return 0.0 if one is None or not one.numel() else float(_wide(one.detach()).abs().max())
+    if mine.shape != theirs.shape or not mine.numel():
+        return float("inf")
+    return float((_wide(mine.detach()) - _wide(theirs.detach())).abs().max())
+
+
 def _wide(value: Tensor) -> Tensor:
     return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
@@ -203,18 +221,21 @@ def _norm(value: Tensor) -> float:
     return float(torch.linalg.vector_norm(_wide(value.detach())))
 
 
-def _mismatch(front: FrontEndResult, value: Deviation, allowed: float) -> SplitError:
+def _mismatch(front: FrontEndResult, value: Deviation, count: int, allowed: float) -> SplitError:
     module, _, leaf = value.name.rpartition(".")
     holders = [str(s.index) for s in front.stages if value.name in (*s.trainable, *s.buffers)]
     if value.kind == "output":
         position = list(front.result_spec.paths()).index(value.name)
         holders, module = [f"{front.result_ports[position][0]} or earlier"], ""
     place = f"stage {', '.join(holders)}" if holders else "in no stage"
+    name = value.name.lstrip(".") or "the result"
+    more = f", and {count - 1} more values do" if count > 1 else ""
+    size = f"relative error {value.error:.1e}, largest difference {value.largest:.1e}"
     return SplitError(
-        f"the {value.kind} of {value.name.lstrip('.') or 'the result'} differs from plain autograd",
+        f"the {value.kind} of {name} differs from plain autograd{more}",
         where=f"{place}, {leaf} of module {module}" if module else place,
-        needed=f"equal to the bit, or within {allowed:.0e} where only the order of rounding differs",
-        given=f"relative error {value.error:.1e}" if value.error < float("inf") else "nothing comparable",
+        needed=f"within {allowed:.0e}: {value.reason}" if value.reason else "equal to the bit",
+        given=size if value.error < float("inf") else "nothing comparable",
         fix="report the model; verify=False runs it unchecked, with gradients that are likely wrong",
     )
 

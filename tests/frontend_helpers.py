@@ -51,7 +51,7 @@ def _run_one(
         for port in stage.outputs:
             parts = pending.get(port.name, {})
             grad = None
-            for target in sorted(parts):
+            for target in sorted(parts, reverse=True):
                 grad = parts[target] if grad is None else grad + parts[target]
             if port.is_loss and port.has_gradient:
                 one = torch.ones(port.shape, dtype=port.dtype)

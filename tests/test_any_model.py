@@ -395,23 +395,12 @@ def test_a_target_of_several_tensors_and_none() -> None:
     assert_right(Calls(lambda m, x: m.second(torch.relu(m.first(x)))), x, loss=loss, target=target)
 
 
-class LearnedTemperature(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, out: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(out * self.scale, target)
-
-
 def test_losses_that_are_modules() -> None:
-    """Class weights of a loss are constants; one with parameters of its own belongs into the model."""
+    """Class weights of a loss are buffers; test_trained_losses.py has those with parameters."""
     x, labels = batch_of(SIZE), torch.arange(6) % SIZE
     model = Calls(lambda m, x: m.second(torch.relu(m.first(x))))
     weighted = nn.CrossEntropyLoss(weight=torch.rand(SIZE), label_smoothing=0.1, ignore_index=2)
     assert_right(model, x, loss=weighted, target=labels, steps=2, optimizer=sgd, verify=True)
-    with pytest.raises(UsageError, match="loss_fn.scale"):
-        compiled(model, Batch((x,), target=x), 2, 3, loss_fn=LearnedTemperature())
 
 
 # Training as users do it.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zbcompile.errors import SplitError, UsageError
 from zbcompile.passes.frontend import FrontEndResult, build_stages
 from zbcompile.passes.verify import verify
+from zbcompile.passes.verify_reasons import SHARED, reasons_of
 
 
 class Block(nn.Module):
@@ -122,6 +123,59 @@ def test_a_changed_call_of_backward_names_parameter_module_and_stage(model: nn.M
     assert f"stage {stage.index}" in told
     assert "weight of module" in told
     assert "1.0e-03" in told
+
+
+def test_a_difference_below_the_tolerance_needs_a_reason(model: nn.Module) -> None:
+    front, call = built(model)
+    stage = next(s for s in front.stages if "second.up.weight" in s.trainable)
+    given = stage.calls[2]
+
+    def off_by_a_bit(arguments: list[Any]) -> list[Tensor]:
+        grads = list(given(arguments))
+        grads[stage.layout.late.index("second.up.weight")].view(torch.int32).view(-1)[0] ^= 1
+        return grads
+
+    stages = list(front.stages)
+    stages[stage.index] = dataclasses.replace(stage, calls=(*stage.calls[:2], off_by_a_bit, stage.calls[3]))
+    wrong = dataclasses.replace(front, stages=tuple(stages))
+    with pytest.raises(SplitError, match="second.up.weight differs") as caught:
+        verify(model, wrong, **call)
+    assert "needed: equal to the bit" in str(caught.value)
+    assert "weight of module second.up" in str(caught.value)
+    assert "largest difference" in str(caught.value)
+    report = verify(model, wrong, **call, tolerance=1e-6)
+    assert 0 < report.worst.error < 1e-6
+
+
+class Shared(nn.Module):
+    """A value of the first stage that the second uses twice and the third once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c, d, e, f = self.layers
+        y = a(x)
+        z = c(torch.tanh(b(y)) + y.sin()) * y.cos()
+        return f(torch.tanh(e(torch.tanh(d(z)))) + y.exp())
+
+
+def test_a_value_shared_by_stages_is_a_reason_for_what_comes_before_it_alone() -> None:
+    torch.manual_seed(0)
+    model = Shared()
+    call = {"args": (torch.randn(8, 16),), "target": torch.randn(8, 16), "loss_fn": nn.functional.mse_loss}
+    points = ["layers.1", "layers.4"]
+    front = build_stages(
+        model, 3, call["args"], target=call["target"], loss_fn=call["loss_fn"], split_points=points
+    )
+    reason = reasons_of(front)
+    assert [reason("gradient", f"layers.{k}.weight") for k in (0, 1, 5)] == [SHARED, "", ""]
+    assert reason("output", ".loss") == ""
+    assert {v.name for v in verify(model, front, **call).values if v.error} <= {
+        "layers.0.weight",
+        "layers.0.bias",
+    }
 
 
 class Doubled(torch.autograd.Function):

@@ -58,7 +58,8 @@ def compile(
     num_stages : number of pieces. A rank may run several.
     example_args, example_kwargs, example_target : the whole batch as `Pipeline.step` gets it. Without them
         the model is captured at the first step.
-    loss_fn : ``loss_fn(output, target) -> scalar``; not needed where the model returns its own loss.
+    loss_fn : ``loss_fn(output, target) -> scalar``; not needed where the model returns its own loss. The
+        parameters of a loss that is a module are trained too, in the last stages, as ``loss_fn.<name>``.
     num_microbatches : default: the largest divisor of the batch up to twice the number of ranks.
     memory_limit : bytes per rank, one for all or one each: parameters, gradients, optimizer state (two
         tensors per parameter) and activations.
@@ -108,7 +109,7 @@ def compile(
         time_limit_s=time_limit,
         one_communicator=one_communicator,
         scale_grads=scale_grads,
-        whole=tuple(whole),
+        kept_whole=tuple(whole),
         stall_limit_s=stall_limit,
     )
     directory = os.environ.get("ZBCOMPILE_DUMP")
@@ -281,17 +282,17 @@ class Pipeline(Sequence[Stage]):
         return self._ready().plan.texts[rank]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that this process trains, each once. Before the capture: the model's."""
+        """The parameters that this process trains, each once. Before the capture: all."""
         if self._built is None:
-            yield from self._asked.model.parameters()
+            yield from self._asked.whole.parameters()
             return
         for _, parameter in self.named_parameters():
             yield parameter
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names are the model's own."""
+        """Names are the model's own; those of a loss with parameters begin with ``loss_fn.``."""
         if self._built is None:
-            yield from self._asked.model.named_parameters()
+            yield from self._asked.whole.named_parameters()
             return
         self._built.follow_model()
         seen: set[int] = set()

@@ -21,6 +21,7 @@ from zbcompile.formats.measured_json import Measured
 from zbcompile.ir import Kind, Placement, Schedule
 from zbcompile.passes.frontend import FrontEndResult
 from zbcompile.passes.values import flatten, unflatten
+from zbcompile.passes.with_loss import with_loss
 from zbcompile.runtime.distributed import DistributedRunner
 from zbcompile.runtime.gradients import hand_over, tied_holders
 from zbcompile.runtime.group import PipelineGroup
@@ -55,8 +56,13 @@ class Asked:
     time_limit_s: float
     one_communicator: bool
     scale_grads: bool
-    whole: tuple[str | int, ...]
+    kept_whole: tuple[str | int, ...]
     stall_limit_s: float
+
+    @property
+    def whole(self) -> nn.Module:
+        """The module that owns all tensors of the pipeline: the model, and the loss if it has any."""
+        return with_loss(self.model, self.loss_fn)
 
 
 @dataclass(frozen=True)
@@ -82,9 +88,9 @@ class Built:
         self.asked, self.group, self.call, self.front, self.plan = asked, group, call, front, plan
         self.setup = setup
         self.runner = self.make_runner(setup, plan.texts, _predicted(plan))
-        self.reader = _reader(asked.model, front.stages)
+        self.reader = _reader(asked.whole, front.stages)
         self._evaluations: dict[tuple[Any, ...], Evaluation] = {}
-        self.stages = [Stage(s.index, s, front.captured.state, asked.model) for s in front.stages]
+        self.stages = [Stage(s.index, s, front.captured.state, asked.whole) for s in front.stages]
 
     def make_runner(
         self, setup: Setup, texts: Sequence[str], predicted: Mapping[tuple[Kind, int, int], int]
@@ -201,7 +207,7 @@ class Evaluation:
         size = next((t.shape[0] for t in flatten((args, kwargs, target))[0] if t.dim()), 1)
         most = built.setup.num_microbatches
         count = next(k for k in range(min(most, size), 0, -1) if size % k == 0)
-        self.call = Call(args, kwargs, target, asked.whole, count)
+        self.call = Call(args, kwargs, target, asked.kept_whole, count)
         one_args, one_kwargs, one_target = unflatten(self.call.spec, self.call.example)
         loss_fn = asked.loss_fn if target is not None else None
         held = [(*s.parameters, *s.buffers) for s in built.front.stages]
@@ -211,7 +217,7 @@ class Evaluation:
         lowered = driver.plan_forward(self.front.stages, plan.problem, count, one)
         setup = Setup(self.front.stages, plan.schedule.placement, count, one_communicator=one)
         self.runner = built.make_runner(setup, lowered.texts, lowered.predicted)
-        self.reader = _reader(asked.model, self.front.stages)
+        self.reader = _reader(asked.whole, self.front.stages)
 
 
 def _reader(model: nn.Module, stages: Sequence[Any]) -> StateReader:
@@ -228,7 +234,7 @@ def build(
         group.require_size(asked.num_ranks)
     ranks = group.size if group is not None else (asked.num_ranks or asked.num_stages)
     count = _microbatches(asked, args, kwargs, target, ranks)
-    call = Call(args, kwargs, target, asked.whole, count)
+    call = Call(args, kwargs, target, asked.kept_whole, count)
     one_args, one_kwargs, one_target = unflatten(call.spec, call.example)
     wanted = {name: value for name, value in asked.front.items() if value not in (None, "eager", "none")}
     front = driver.build_front(

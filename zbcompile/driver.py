@@ -32,9 +32,11 @@ from zbcompile.passes.frontend import FrontEndResult, build_stages
 from zbcompile.passes.insert_comm import Lowered, insert_comm, keep_comm
 from zbcompile.passes.measure import edges_of, measure
 from zbcompile.passes.merge_backward import merge_backward
+from zbcompile.passes.stand_ins import planned_device
 from zbcompile.passes.values import Spec, unflatten
 from zbcompile.passes.verify import cheap_to_verify
 from zbcompile.passes.verify import verify as check_stages
+from zbcompile.passes.with_loss import loss_module, with_loss
 from zbcompile.planner.auto import plan_auto
 from zbcompile.planner.bounds import best_bound
 from zbcompile.planner.plan import plan as find_order
@@ -50,6 +52,7 @@ __all__ = [
     "Options",
     "Plan",
     "build_front",
+    "check_meta",
     "counted",
     "dump_to",
     "lower",
@@ -130,10 +133,15 @@ def build_front(
     observer("capture", result.captured)
     observer("partition", result.sources)
     observer("split_backward", result.stages)
-    if verify if verify is not None else cheap_to_verify(model):
+    if verify if verify is not None else cheap_to_verify(with_loss(model, front.get("loss_fn"))):
         report = check_stages(model, result, args, kwargs, front.get("target"), front.get("loss_fn"))
         observer("verify", str(report))
     return result
+
+
+def check_meta(model: nn.Module) -> None:
+    """Raise `CaptureError` for a model on the meta device with tensors whose values are lost."""
+    planned_device(model, ())
 
 
 def measured(
@@ -265,8 +273,10 @@ def build_forward(
 ) -> ForwardFront:
     """Capture in evaluation mode and cut as the trained stages are. The model's modes are left as they
     were."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
+    roots = (model, loss_module(model, loss_fn) or model)
+    modes = {module: module.training for root in roots for module in root.modules()}
+    for root in roots:
+        root.eval()
     try:
         captured = capture(model, args, kwargs, target=target, loss_fn=loss_fn)
     finally:

@@ -1,0 +1,158 @@
+"""What a model's forward does while it is traced that a graph cannot hold: seen at once, named by line.
+
+Every torch function passes through `Watch`. It puts a parameter that the code holds outside of the modules
+(in a list, a closure) in the place of its traced stand-in, turns ``.data`` into ``.detach()``, refuses what
+would lose a gradient without a word, and remembers the call that failed. `unchanged` refuses state that is
+kept from call to call outside of parameters and buffers: the graph would keep its first value for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from zbcompile.errors import CaptureError
+from zbcompile.passes import torch_private
+from zbcompile.passes.places import place_of_caller
+
+__all__ = ["Changes", "Watch", "unchanged"]
+
+_GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_READS = (torch.Tensor.item, torch.Tensor.tolist)
+_PLAIN_NUMBERS = (bool, int, float)
+
+
+class Watch(TorchFunctionMode):
+    """Active while the forward is traced.
+
+    stand_ins : id of a parameter or buffer -> what stands for it in the trace. After a failure ``failed`` is
+    the name of the torch function that raised first, ``read`` the last one that gave Python a number;
+    ``transform`` is where a torch.func transform was seen.
+    """
+
+    def __init__(self, stand_ins: Mapping[int, Tensor]) -> None:
+        super().__init__()
+        self.stand_ins = stand_ins
+        self.failed = ""
+        self.read = ""
+        self.transform = ""
+        self.depth = torch_private.transform_depth()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = {name: self._seen(value) for name, value in (kwargs or {}).items()}
+        taken = tuple(self._seen(value) for value in args)
+        if not self.transform and torch_private.transform_depth() > self.depth:
+            self.transform = place_of_caller()
+        if func == _GET_DATA:
+            return taken[0].detach()
+        if func == _SET_DATA:
+            raise CaptureError(
+                "cannot capture an assignment to .data",
+                where=place_of_caller(),
+                fix="change a buffer with copy_(), or a parameter after the step",
+            )
+        if func in _READS:
+            self.read = _name(func)
+        try:
+            return func(*taken, **given)
+        except Exception:
+            self.failed = self.failed or _name(func)
+            raise
+
+    def _seen(self, value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            if not any(isinstance(item, Tensor | tuple | list) for item in value):
+                return value
+            items = [self._seen(item) for item in value]
+            same = all(a is b for a, b in zip(items, value, strict=True))
+            return value if same or type(value) not in (tuple, list) else type(value)(items)
+        if type(value) is Tensor or type(value) is nn.Parameter:
+            found = self.stand_ins.get(id(value))
+            if found is None and value.requires_grad and not torch_private.is_wrapped(value):
+                raise CaptureError(
+                    f"a tensor {list(value.shape)} that requires a gradient is no parameter of the model: "
+                    "its gradient would be lost",
+                    where=place_of_caller(),
+                    fix="register it as nn.Parameter (lists of modules and parameters as nn.ModuleList and "
+                    "nn.ParameterList), or pass a loss that is a module as loss_fn itself",
+                )
+            return value if found is None else found
+        if isinstance(value, torch.Generator):
+            raise CaptureError(
+                "cannot capture a random draw from a torch.Generator",
+                where=place_of_caller(),
+                fix="draw without generator=: the pipeline gives every microbatch a random stream of its own",
+            )
+        return value
+
+
+def _name(func: Any) -> str:
+    name = resolve_name(func) or getattr(func, "__qualname__", "") or getattr(func, "__name__", "")
+    return str(name).removesuffix(".__get__")
+
+
+class Changes:
+    """The plain tensors that the forward assigned to attributes: path -> name of the attribute's owner."""
+
+    def __init__(self) -> None:
+        self.tensors: set[str] = set()
+
+
+@contextlib.contextmanager
+def unchanged(root: nn.Module, changes: Changes) -> Iterator[None]:
+    """Refuse a block that counts in a plain attribute or draws random numbers outside of torch.
+
+    Raises CaptureError with the module path. Attributes that were given another tensor are noted.
+    """
+    before = {(path, name): value for path, name, value in _attributes(root)}
+    states = _random_states()
+    yield
+    for kind, state in _random_states().items():
+        if state != states[kind]:
+            raise CaptureError(
+                f"the forward draws or seeds random numbers with {kind}: the graph would repeat the first",
+                fix="draw with torch functions; the pipeline seeds them for every step and microbatch",
+            )
+    for path, name, value in _attributes(root):
+        old = before.get((path, name))
+        if old is value or old is None:
+            continue
+        where = f"{path}.{name}".lstrip(".")
+        if isinstance(value, Tensor):
+            changes.tensors.add(where)
+        elif isinstance(old, _PLAIN_NUMBERS) and old != value:
+            raise CaptureError(
+                f"the forward changes attribute {name!r} from {old} to {value}: the graph would keep {old}",
+                where=where,
+                fix="count in a buffer, or change it outside of the forward",
+            )
+
+
+def _attributes(root: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    for path, module in root.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, (Tensor, *_PLAIN_NUMBERS)) and name != "training":
+                yield path, name, value
+
+
+def _random_states() -> dict[str, object]:
+    states: dict[str, object] = {"the random module": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy.random"] = (kind, keys.tobytes(), *rest)
+    states["torch.manual_seed"] = torch_private.random_state()
+    return states

@@ -1,0 +1,59 @@
+"""A loss that is a module of its own: its parameters are trained, and its buffers follow, like the model's.
+
+``(model, loss_fn) --> one module that owns the tensors of both``: the model's under the model's own names,
+the loss's under ``loss_fn.``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+__all__ = ["loss_module", "loss_name", "with_loss"]
+
+LOSS = "loss_fn"
+
+
+def loss_module(model: nn.Module, loss_fn: object) -> nn.Module | None:
+    """``loss_fn`` if it is a module outside ``model``, else None."""
+    if not isinstance(loss_fn, nn.Module) or any(loss_fn is module for module in model.modules()):
+        return None
+    return loss_fn
+
+
+def with_loss(model: nn.Module, loss_fn: object) -> nn.Module:
+    """The module whose tensors a pipeline of both trains: ``model`` itself where the loss has none."""
+    loss = loss_module(model, loss_fn)
+    if loss is None or not [*loss.parameters(), *loss.buffers()]:
+        return model
+    return WithLoss(model, loss)
+
+
+def loss_name(whole: nn.Module) -> str:
+    """Name that the loss has among the children of `with_loss`'s module."""
+    return whole.loss_name if isinstance(whole, WithLoss) else LOSS
+
+
+class WithLoss(nn.Module):
+    """The model's own tables of tensors and children, and the loss as one more child.
+
+    Holds no tensor: replacing one in the model, here or there, is seen on both sides. It is not called.
+    """
+
+    def __init__(self, model: nn.Module, loss: nn.Module) -> None:
+        name = LOSS
+        while name in model._modules:
+            name += "_"
+        self.__dict__.update(model.__dict__)
+        self.__dict__["_modules"] = {**model._modules, name: loss}
+        self.__dict__["_model"] = (model,)
+        self.__dict__["loss_name"] = name
+
+    loss_name: str
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The model's own mode."""
+        model: Any = self.__dict__["_model"][0]
+        return bool(model.training)
