@@ -184,12 +184,12 @@ def ways_of(
     for backend in backends:
         for recompute in recomputes:
             stage = split_backward(captured, sources, recompute=recompute, backend=backend)[1]
-            if backend == "inductor":
-                calls = [compile_graph(stage, name) for name in Graphs.__slots__[:3]]
-                stage = replace(stage, calls=(*calls, stage.calls[3]))
+            fused = recompute == "none" and backend == "eager"
+            calls = [compile_graph(stage, name, backend) for name in Graphs.__slots__[: 3 + fused]]
+            stage = replace(stage, calls=(*calls, *stage.calls[len(calls) :]))
             label = f"{recompute:.0e} B/s" if isinstance(recompute, float) else recompute
             ways.append(ours(f"{backend}, recompute {label}", stage, captured.state))
-            if recompute == "none" and backend == "eager":
+            if fused:
                 ways.append(ours(f"{backend}, fused BW", stage, captured.state, fused=True))
     return ways, list(blocks.parameters())
 

@@ -1,9 +1,10 @@
 """Backends: who runs a stage's graphs. ``StageGraphs --> StageGraphs`` with other calls.
 
-``eager`` runs the emitted calls one by one: the same bits as autograd. ``inductor`` compiles F, B, W and
-BW each with torch's inductor: element-wise chains become one kernel, which also makes recomputing them
-nearly free, so that a price for recompute buys more memory than in eager. It rounds differently (about
-1e-7 relative per operation); random calls stay eager's and draw the same masks.
+``eager`` runs the emitted calls one by one, element-wise ones in place where `in_place` allows: the same
+bits as autograd. ``inductor`` compiles F, B, W and BW each with torch's inductor: element-wise chains
+become one kernel, which also makes recomputing them nearly free, so that a price for recompute buys more
+memory than in eager. It rounds differently (about 1e-7 relative per operation); random calls stay eager's
+and draw the same masks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from zbcompile.errors import SplitError, UsageError
 from zbcompile.passes import torch_private
+from zbcompile.passes.in_place import written_in_place
 from zbcompile.passes.op_costs import seconds
 from zbcompile.passes.stage_graphs import Graphs, StageGraphs
 from zbcompile.passes.torch_private import OpOverload
@@ -48,21 +50,21 @@ def with_backend(stages: Sequence[StageGraphs], backend: str) -> tuple[StageGrap
     UsageError : see `check_backend`. SplitError : inductor refuses a graph; names stage and graph.
     """
     check_backend(backend)
-    if backend == "eager":
-        return tuple(stages)
     compiled: dict[int, tuple[Callable[[list[Any]], Any], ...]] = {}
     made = []
     for stage in stages:
         key = id(stage.graphs.forward)
         if key not in compiled:
-            compiled[key] = tuple(compile_graph(stage, name) for name in Graphs.__slots__)
+            compiled[key] = tuple(compile_graph(stage, name, backend) for name in Graphs.__slots__)
         made.append(replace(stage, calls=compiled[key]))
     return tuple(made)
 
 
-def compile_graph(stage: StageGraphs, name: str) -> Callable[[list[Any]], Any]:
-    """One graph of a stage (named as in `Graphs`) compiled by inductor; raises SplitError."""
+def compile_graph(stage: StageGraphs, name: str, backend: str) -> Callable[[list[Any]], Any]:
+    """One graph of a stage (named as in `Graphs`) as a call of ``backend``; raises SplitError."""
     module: GraphModule = getattr(stage.graphs, name)
+    if backend == "eager":
+        return written_in_place(module).forward
     if not any(node.op == "call_function" for node in module.graph.nodes):
         return module.forward
     try:

@@ -67,7 +67,7 @@ class _Simplifier:
             return True
         if name in _RESHAPES:
             return _same_layout(node, node.args[0])
-        return name in _COPIES and self._is_idle_copy(node)
+        return (name in _COPIES or _is_first_power(node)) and self._is_idle_copy(node)
 
     def _is_idle_copy(self, node: Node) -> bool:
         """A clone with the layout of its argument, of a whole storage that nobody writes to. A copy that
@@ -108,6 +108,11 @@ def _is_pure(node: Node) -> bool:
 def _owns_copy(node: Node) -> bool:
     """Copies and fresh buffers that exist to have storage of their own."""
     return str(node.target) in _COPIES
+
+
+def _is_first_power(node: Node) -> bool:
+    """``x ** 1.0``, as the gradient of a square has it: torch copies."""
+    return str(node.target) == "aten.pow.Tensor_Scalar" and bool(node.args[1] == 1)
 
 
 def _same_layout(node: Node, other: Any) -> bool:

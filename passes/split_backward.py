@@ -22,6 +22,7 @@ from zbcompile.passes.backends import recompute_seconds
 from zbcompile.passes.capture import Captured
 from zbcompile.passes.collection import collection_paused
 from zbcompile.passes.emit import boxed
+from zbcompile.passes.exact_rewrites import rewrite_exactly
 from zbcompile.passes.joint_rewrites import rewrite, storage_root
 from zbcompile.passes.op_costs import is_heavy
 from zbcompile.passes.partition import StageSource, Wire
@@ -188,6 +189,8 @@ def _trace(
     except Exception as error:
         raise explain_split(error, source.index, replay) from error
     parameters = {i for i, role in enumerate(source.roles) if role.kind in ("parameter", "buffer")}
+    simplify(joint)
+    rewrite_exactly(joint)
     simplify(joint)
     _refuse_sparse(joint, source)
     rewrite(joint, parameters)

@@ -44,6 +44,7 @@ __all__ = [
     "as_in_eager",
     "assigned_buffers",
     "backward_hooks",
+    "evaluate_fake",
     "fake_mode",
     "functorch_nesting",
     "has_hooks",
@@ -133,6 +134,17 @@ def joint_graph(module: nn.Module, arguments: list[Tensor]) -> JointGraph:
         joint = aot_export_joint_with_descriptors(stack, module, tuple(arguments), decompositions={})
         graph_module = joint.graph_module
     return _with_roles(graph_module)
+
+
+def evaluate_fake(node: Node, args: Any) -> Any:
+    """What ``node`` would give for these fake arguments; None where torch refuses them."""
+    modes = [value.fake_mode for value in tree_leaves(args) if isinstance(value, FakeTensor)]
+    target: Any = node.target
+    try:
+        with modes[0], torch.no_grad():
+            return target(*args, **torch.fx.map_arg(node.kwargs, lambda n: n.meta["val"]))
+    except (RuntimeError, ValueError):
+        return None
 
 
 @contextlib.contextmanager

@@ -1,0 +1,191 @@
+"""Replace calls of a joint graph by cheaper ones with the same bits: what autograd's formulas leave behind.
+
+``joint graph --> joint graph``. A view of a view is one view; the sum of gradients of slices that cover a
+tensor is their concatenation; a scalar factor of a broadcast value is applied before it is broadcast; a sum
+or product that is copied into another layout is computed in that layout, when one of its arguments has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from zbcompile.passes.torch_private import JointGraph, OpOverload, evaluate_fake
+
+__all__ = ["rewrite_exactly"]
+
+aten = torch.ops.aten
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_SWAPS = (aten.t.default, aten.transpose.int)
+_RELAYOUTS = (*_VIEWS, *_SWAPS, aten.permute.default)
+_BY_SCALAR = (aten.div.Scalar, aten.mul.Scalar)
+_COMMUTING = (aten.add.Tensor, aten.mul.Tensor)
+
+
+def rewrite_exactly(joint: JointGraph) -> None:
+    """Apply all rewrites in place; the roles of ``joint`` follow. Dead calls are left to `simplify`."""
+    graph = joint.module.graph
+    roles = (joint.outputs, joint.mutations, joint.gradients)
+    slices = _Slices()
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not _is_static(node.meta.get("val")):
+            continue
+        _choose_layout(node)
+        for rule in (_undone_swap, _view_of_view, _scaled_before_expand, slices.joined):
+            other = rule(graph, node)
+            if other is not None:
+                node.replace_all_uses_with(other)
+                for role in roles:
+                    role.update({k: other for k, value in role.items() if value is node})
+                break
+
+
+def _undone_swap(graph: Graph, node: Node) -> Node | None:
+    """``x.t().t()`` and ``x.transpose(a, b).transpose(a, b)`` --> ``x``."""
+    inner = _call_of(node.args[0], _SWAPS) if node.target in _SWAPS else None
+    if inner is None or inner.target is not node.target or inner.args[1:] != node.args[1:]:
+        return None
+    source: Any = inner.args[0]
+    return source if _same_form(source.meta["val"], node.meta["val"]) else None
+
+
+def _view_of_view(graph: Graph, node: Node) -> Node | None:
+    """``x.view(a).view(b)`` --> ``x.view(b)``."""
+    inner = _call_of(node.args[0], _VIEWS) if node.target in _VIEWS else None
+    if inner is None:
+        return None
+    return _made(graph, node, aten.view.default, (inner.args[0], node.args[1]))
+
+
+def _scaled_before_expand(graph: Graph, node: Node) -> Node | None:
+    """``x.expand(shape) / c`` --> ``(x / c).expand(shape)`` where only element-wise calls read it."""
+    wide = _call_of(node.args[0], (aten.expand.default,)) if node.target in _BY_SCALAR else None
+    if wide is None or not isinstance(node.args[1], int | float):
+        return None
+    source: Any = wide.args[0]
+    narrow = evaluate_fake(node, (source.meta["val"], node.args[1]))
+    expanded = None if narrow is None else evaluate_fake(wide, (narrow, *wide.args[1:]))
+    if expanded is None or expanded.dtype != node.meta["val"].dtype or expanded.is_complex():
+        return None
+    if not all(_is_elementwise(user) and _keeps_form(user, node, expanded) for user in node.users):
+        return None
+    with graph.inserting_before(node):
+        scaled = graph.call_function(node.target, (source, node.args[1]))  # type: ignore[arg-type]
+        made = graph.call_function(aten.expand.default, (scaled, *wide.args[1:]))
+    scaled.meta, made.meta = {**node.meta, "val": narrow}, {**node.meta, "val": expanded}
+    return made
+
+
+class _Slices:
+    """``slice_backward(a) + slice_backward(b) + ...`` whose slices cover one dimension --> ``cat + 0.0``.
+
+    Each element is one gradient plus zeros, which changes nothing but the sign of -0.0: so does ``+ 0.0``.
+    """
+
+    def __init__(self) -> None:
+        self._terms: dict[Node, list[Node]] = {}
+
+    def joined(self, graph: Graph, node: Node) -> Node | None:
+        """The concatenation, once ``node`` adds the last slice."""
+        if node.target is aten.slice_backward.default:
+            self._terms[node] = [node]
+        if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+            return None
+        terms: list[Node] = []
+        for argument in node.args:
+            if not isinstance(argument, Node) or len(argument.users) > 1 or argument not in self._terms:
+                return None
+            terms += self._terms[argument]
+        self._terms[node] = terms
+        _, shape, dim, *_ = terms[0].args
+        pieces = _in_order(terms)
+        if not pieces or not node.meta["val"].is_floating_point():
+            return None
+        joined = _made(graph, node, aten.cat.default, (pieces, dim), exact=False)
+        if joined is None or joined.meta["val"].shape != node.meta["val"].shape:
+            return None
+        return _made(graph, node, aten.add.Tensor, (joined, 0.0))
+
+
+def _in_order(terms: Sequence[Node]) -> list[Any]:
+    """The gradients of slices of step 1 in the order of the dimension they cover; empty if they do not."""
+    _, shape, dim, *_ = terms[0].args
+    if any(t.args[1:3] != (shape, dim) or t.args[5] != 1 for t in terms):
+        return []
+    if not all(isinstance(bound, int) for t in terms for bound in t.args[3:5]):
+        return []
+    extent: Any = shape[dim]  # type: ignore[index]
+    ranges = {t: slice(*t.args[3:5]).indices(extent)[:2] for t in terms}
+    ordered = sorted(terms, key=lambda t: ranges[t])
+    starts, stops = [ranges[t][0] for t in ordered], [ranges[t][1] for t in ordered]
+    return [t.args[0] for t in ordered] if starts == [0, *stops[:-1]] and stops[-1] == extent else []
+
+
+def _choose_layout(node: Node) -> None:
+    """``(a + b)`` then a copy in another layout --> ``(b + a)`` if that has the layout: the copy is idle."""
+    if node.target is not aten.clone.default:
+        return
+    chain: list[Node] = []
+    source: Any = node.args[0]
+    while source.target in _RELAYOUTS and len(source.users) == 1:
+        chain.insert(0, source)
+        source = source.args[0]
+    if source.target not in _COMMUTING or source.kwargs or len(source.users) > 1:
+        return
+    if source.meta["val"].is_complex():  # products of complex numbers are rounded by order
+        return
+    first, second = source.args
+    if not all(isinstance(a, Node) and _same_kind(a.meta["val"], source.meta["val"]) for a in source.args):
+        return
+    values = [evaluate_fake(source, (second.meta["val"], first.meta["val"]))]
+    for call in chain:
+        values.append(None if values[-1] is None else evaluate_fake(call, (values[-1], *call.args[1:])))
+    if values[-1] is None or not _same_form(values[-1], node.meta["val"]):
+        return
+    source.args = (second, first)
+    for call, value in zip([source, *chain], values, strict=True):
+        call.meta["val"] = value
+
+
+def _call_of(value: Any, targets: tuple[Any, ...]) -> Node | None:
+    known = isinstance(value, Node) and value.target in targets and _is_static(value.meta.get("val"))
+    return value if known else None
+
+
+def _is_elementwise(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _is_static(value: Any) -> bool:
+    """A tensor whose shape and strides do not depend on data."""
+    return isinstance(value, Tensor) and all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+
+
+def _same_kind(value: Any, other: Tensor) -> bool:
+    return _is_static(value) and value.shape == other.shape and value.dtype == other.dtype
+
+
+def _same_form(value: Any, other: Tensor) -> bool:
+    return _same_kind(value, other) and bool(value.stride() == other.stride())
+
+
+def _keeps_form(user: Node, argument: Node, value: Tensor) -> bool:
+    """Whether ``user`` gives the same shape, strides and dtype when ``argument`` becomes ``value``."""
+    given = torch.fx.map_arg(user.args, lambda n: value if n is argument else n.meta["val"])
+    return _is_static(user.meta["val"]) and _same_form(evaluate_fake(user, given), user.meta["val"])
+
+
+def _made(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], *, exact: bool = True) -> Node | None:
+    """A new call before ``node``; with ``exact`` only if it has the form of ``node``, else None."""
+    with graph.inserting_before(node):
+        made = graph.call_function(target, args)
+    value = evaluate_fake(made, torch.fx.map_arg(args, lambda n: n.meta["val"]))
+    if value is None or (exact and not _same_form(value, node.meta["val"])):
+        graph.erase_node(made)
+        return None
+    made.meta = {**node.meta, "val": value}
+    return made
