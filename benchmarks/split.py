@@ -2,12 +2,11 @@
 
     python benchmarks/split.py [--hidden 512] [--rounds 15] [--backend inductor] [--json FILE]
 
-One run measures everything side by side: in each round every way runs once, in an order that rotates,
-and its processor time is divided by that of plain autograd in the same round; the table gives the median
-(processor time of one thread, so that other work on the machine counts little), and beside it the ratio of
-the fastest rounds. Bytes held: what the C
-allocator counts as in use (glibc), with the prediction beside it, in units of one
-(length x batch x hidden) tensor per layer.
+One run measures everything side by side. In each round every way runs twice, in an order that rotates, and
+its second run counts: its processor time (of one thread, so that other work on the machine counts little)
+is divided by that of plain autograd in the same round. The table gives the median, and beside it the ratio
+of the fastest rounds. Bytes held: what the C allocator counts as in use (glibc), with the prediction beside
+it, in units of one (length x batch x hidden) tensor per layer.
 """
 
 from __future__ import annotations
@@ -139,13 +138,14 @@ def measure_held(way: Way, shape: Sequence[int], parameters: Sequence[nn.Paramet
 def measure_times(
     ways: Sequence[Way], shape: Sequence[int], parameters: Sequence[nn.Parameter], rounds: int, inner: int
 ) -> None:
-    """``rounds`` rounds after two warm ones; each way runs ``inner`` times per round, order rotating."""
+    """``rounds`` rounds after a warm one, order rotating. Each way runs ``inner`` times per round, after an
+    untimed run that makes caches and allocator its own: else it pays for what the way before left there."""
     x0, gy0 = torch.randn(*shape), torch.randn(*shape)
-    for number in range(-2, rounds):
+    for number in range(-1, rounds):
         turn = number % len(ways)
         for way in [*ways[turn:], *ways[:turn]]:
             total = [0.0, 0.0, 0.0]
-            for _ in range(inner):
+            for run in range(-1, inner):
                 for parameter in parameters:
                     parameter.grad = None
                 phases = way.run([x0.clone()], [gy0.clone()])
@@ -153,7 +153,7 @@ def measure_times(
                 for phase in range(3):
                     next(phases)
                     end = time.process_time()
-                    total[phase] += end - begin
+                    total[phase] += (end - begin) * (run >= 0)
                     begin = end
             if number >= 0:
                 way.seconds.append(tuple(t / inner for t in total))
