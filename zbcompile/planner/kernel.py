@@ -197,12 +197,14 @@ def anneal(
 ) -> int:
     """Tries ``first`` to ``last`` of ``total``; returns the next try.
 
-    scores : current score, best score, try of the last gain, best objective. ``heat`` is the
-    temperature of the first try in units of the score; it falls as (1 - try / total) squared.
-    state : the random sequence, then room for the ranks changed in a try. gaps : waits of the current order. Four moves of five look at a rank that waits for a message: an action
-    is moved into the gap, or what the message depends on is moved up. Stops
-    when the objective falls to ``goal``. After a sixth of all tries without gain the search returns
-    to the best.
+    scores : current score, best score, try of the last gain, best objective. heat : the temperature
+    of the first try in units of the score; it falls as (1 - try / total) squared. state : the random
+    sequence, then room for the ranks changed in a try. gaps : waits of the current order. Stops when
+    the objective falls to ``goal``. After a sixth of all tries without gain the search returns to the
+    best.
+
+    Four moves of five look at a rank that waits for a message: an action is moved into the gap, or what
+    the message depends on is moved up. A try makes up to four moves, and only their sum has to be legal.
     """
     p, size = t.num_ranks, offsets[t.num_ranks]
     waits = 4 * p + 2 * t.num_stages + size

@@ -56,7 +56,7 @@ def crossing_applies(best: Best) -> bool:
     )
 
 
-def prove_crossing(best: Best, seed: int, time_limit_s: float, finest: int = 48) -> None:
+def prove_crossing(best: Best, seed: int, time_limit_s: float, finest: int = 96) -> None:
     """Raise the bound by the crossing model of single ranks, on grids from coarse to fine."""
     flat = best.flat.relaxed()
     if best.done or best.value is None or not crossing_applies(best):
@@ -75,6 +75,7 @@ def prove_crossing(best: Best, seed: int, time_limit_s: float, finest: int = 48)
             upper_ns=best.value - head,
             time_limit_s=max(left / 3, min(left, 2.0)),
             seed=seed,
+            known_ns=max(0, best.bound.value_ns - head),
         )
         witness = {
             "solver": "CP-SAT",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from zbcompile.planner.anneal import Annealer
 from zbcompile.planner.blocks import block_order
 from zbcompile.planner.dispatch import Dispatcher
-from zbcompile.planner.flat import Codes, Flat
+from zbcompile.planner.flat import Codes, Flat, is_chain
 from zbcompile.planner.offsets import Pattern, mutate, standard_patterns, waves_of
 from zbcompile.planner.state import Best
 from zbcompile.planner.tables import HAVE_NUMBA, unpack
@@ -52,7 +52,8 @@ class Effort:
 
 Scored = tuple[int, int, Codes]
 _HEATS = (4e-4, 1.5e-4)
-"""First temperatures to take in turn, as shares of the value."""
+_CHAIN_HEATS = (4e-4, 3e-3, 1e-3, 1.5e-4)
+"""First temperatures to take in turn, as shares of the value; a chain's values lie further apart."""
 _HOPELESS = 1.05
 """Orders longer than the best by this factor are not annealed, but three are always."""
 _LAST_ROUND = 27
@@ -174,6 +175,7 @@ class Search:
     def _round(self, starts: list[Codes], tries: int, turn: int, reserve_s: float) -> Iterator[Codes]:
         """Anneal all, on as many cores as there are: who computes what does not depend on their number."""
         best, flat, halted = self.best, self.best.flat, threading.Event()
+        heats = _CHAIN_HEATS if is_chain(flat) else _HEATS
 
         def run(k: int) -> Codes:
             number = turn + k
@@ -181,7 +183,7 @@ class Search:
                 starts[k],
                 tries,
                 seed=self.seed * 1000 + number + 1,
-                heat=_HEATS[number % len(_HEATS)],
+                heat=heats[number % len(heats)],
                 goal=best.bound.value_ns,
                 stop=lambda: halted.is_set() or best.seconds_left <= reserve_s,
             )

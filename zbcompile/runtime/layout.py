@@ -46,7 +46,7 @@ class Layout:
         return Layout(shape, stride, port.dtype, port.device, count * port.dtype.itemsize, dense)
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """What goes on the wire: contiguous; the tensor itself, a flat uint8 view of its memory, or of a copy.
+        """What goes on the wire, contiguous: the tensor itself, or a flat uint8 view of it or of a copy.
 
         Raises `ShapeError` for another shape or dtype: the peer's buffer has the one compiled for.
         """
