@@ -15,11 +15,12 @@ from torch import Tensor, nn
 import zbcompile
 from tests.hand_stages import hand_batch, hand_case, hand_reference, hand_stages, hand_state
 from zbcompile.costs import Edge, Profile, StageCost
-from zbcompile.driver import Options, lower, rated
+from zbcompile.driver import Options, lower, plan, rated
 from zbcompile.ir import Action, Kind, Placement, Schedule
 from zbcompile.passes.codegen import emit
 from zbcompile.passes.insert_comm import insert_comm
 from zbcompile.problem import Problem
+from zbcompile.runtime import gloo
 from zbcompile.runtime.distributed import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.sleeping import Sleeping, sleeping_stages
@@ -95,9 +96,11 @@ def train(rank: int, fault: str, faulty_rank: int, limit_s: float, folder: str) 
     return "finished"
 
 
-def random_orders(rank: int, seeds: list[int]) -> int:
+def random_orders(rank: int, seeds: list[int], large_bytes: int | None = None) -> int:
     """Random legal orders with hand-made stages; gradients must have autograd's bits. Returns how many
-    ran."""
+    ran. Messages of ``large_bytes`` or more are sent by the transport's thread."""
+    if large_bytes is not None:
+        gloo._LARGE_BYTES = large_bytes
     groups = {p: dist.new_group(list(range(p))) for p in range(2, dist.get_world_size() + 1)}
     pipelines = {}
     for p, group in groups.items():
@@ -132,6 +135,24 @@ def random_orders(rank: int, seeds: list[int]) -> int:
         runner.synchronize()
         runner.close()
         ran += 1
+    return ran
+
+
+def large_and_small(rank: int) -> list[int]:
+    """Two steps of a V whose channels carry large and small messages in turn; how many F's each rank ran."""
+    large, small = gloo._LARGE_BYTES + 1, 64
+    edges = (Edge(0, 1, large, small), Edge(1, 2, large, large), Edge(2, 3, small, small))
+    costs = Profile((StageCost.simple(1_000_000, 1_000_000, 1_000_000, 2, 1),) * 4, edges)
+    planned = plan(costs, Options(4, 2, 6, placement="v", time_limit_s=1.0))
+    setup = Setup(sleeping_stages(costs, torch.device("cpu")), planned.schedule.placement, 6)
+    runner = DistributedRunner(
+        PipelineGroup(None, 30.0), setup, planned.texts[rank], torch.device("cpu"), 30.0
+    )
+    for step in range(2):
+        runner.run(Step([[] for _ in range(6)], step), {})
+    runner.synchronize()
+    ran = [len([a for a, _, _ in row if a.kind is Kind.FORWARD]) for row in runner.actions()]
+    runner.close()
     return ran
 
 

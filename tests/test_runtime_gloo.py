@@ -24,6 +24,19 @@ def test_fifty_random_legal_orders_give_the_bits_of_autograd() -> None:
     assert 0 < ran[5] < 50
 
 
+@pytest.mark.parametrize("large_bytes", [1, 41])
+def test_messages_sent_by_the_thread_have_the_same_bits(large_bytes: int) -> None:
+    """All of them, then only the sums of tied weights."""
+    ran = spawn(gloo_workers.random_orders, 6, (list(range(12)), large_bytes), timeout_s=120)
+    assert ran[0] == ran[1] == 12
+
+
+def test_large_and_small_messages_share_a_channel() -> None:
+    """A receive that met a message of the wrong size would end its process."""
+    for ran in spawn(gloo_workers.large_and_small, 2, (), timeout_s=60):
+        assert ran == [12, 12]
+
+
 def compiled(name: str) -> tuple[zbcompile.Pipeline, dict[str, Any]]:
     model, call, loss_fn = MODELS[name]()
     pipeline = zbcompile.compile(
