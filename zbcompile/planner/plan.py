@@ -23,7 +23,7 @@ from zbcompile.solution import Solution
 
 __all__ = ["Progress", "plan"]
 
-_LONG = 6000
+_LONG = 2500
 """Actions beyond which several stages per rank are planned short first and then stretched."""
 
 
@@ -119,16 +119,17 @@ def search(best: Best, seed: int, time_limit_s: float) -> None:
     if best.done or best.problem.transport != "async":
         return
     actions = 3 * flat.num_stages * flat.num_microbatches
+    level = max(1, round(time_limit_s / 10))
     if actions > _LONG and any(len(stages) > 1 for stages in flat.stages_of):
-        _plan_short(best, seed)
-    run = Search(best, Effort.of(flat, max(1, round(time_limit_s / 10))), seed)
+        _plan_short(best, seed, level)
+    run = Search(best, Effort.of(flat, level), seed)
     run.start([codes for _, codes in best.pool])
     prove_crossing(best, seed, time_limit_s / 4)
     run.anneal(reserve_s=0.4 * time_limit_s if crossing_applies(best) else 0.0)
     prove_crossing(best, seed, time_limit_s)
 
 
-def _plan_short(best: Best, seed: int) -> None:
+def _plan_short(best: Best, seed: int, level: int) -> None:
     """Plan about 3 p microbatches and repeat the middle."""
     flat, p = best.flat, best.flat.num_ranks
     count = 3 * p + flat.num_microbatches % max(1, p // 2)
@@ -137,7 +138,7 @@ def _plan_short(best: Best, seed: int) -> None:
     problem = best.problem.with_(num_microbatches=count)
     inner = Best(problem, best_bound(problem), time_limit_s=max(0.0, best.seconds_left * 0.6), fuse=best.fuse)
     try_classic(inner)
-    improve(inner, [codes for _, codes in inner.pool], Effort.of(inner.flat), seed)
+    improve(inner, [codes for _, codes in inner.pool], Effort.of(inner.flat, max(1, level // 2)), seed)
     annealer = Annealer(flat)
     for _, short in inner.pool[:2]:
         for codes in stretch(flat, short, count, annealer):
