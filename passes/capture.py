@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.errors import CaptureError, UsageError
+from zbcompile.errors import CaptureError, UsageError, ZBCompileError
 from zbcompile.passes import torch_private
 from zbcompile.passes.aliasing import StorageGroups, viewed_arguments
 from zbcompile.passes.capture_errors import (
@@ -26,12 +26,13 @@ from zbcompile.passes.capture_errors import (
     refuse_kept_tensors,
     refuse_wrappers,
 )
+from zbcompile.passes.capture_modes import modes_seen
 from zbcompile.passes.collection import collection_paused
 from zbcompile.passes.custom_functions import FunctionCall, intercepted
 from zbcompile.passes.places import is_own_file, is_torch_file
 from zbcompile.passes.stand_ins import stand_ins
 from zbcompile.passes.values import Spec, flatten, unflatten
-from zbcompile.passes.watch import Changes, Watch, unchanged
+from zbcompile.passes.watch import Changes, Watch, attributes_kept, random_kept, unchanged
 from zbcompile.passes.with_loss import loss_module, loss_name, with_loss
 
 __all__ = ["Captured", "Region", "Role", "capture"]
@@ -131,7 +132,7 @@ class _Whole(nn.Module):
         record, now = self.record, dict(_named(tables))
         record.watch = Watch({key: now[name] for key, name in record.held.items()})
         hooks, kept = torch_private.without_tensor_hooks(), unchanged(tables, record.changes)
-        with as_eager, hooks, kept, record.watch:
+        with as_eager, modes_seen(), hooks, kept, record.watch:
             value = self.model(*args, **kwargs)
             loss = None if loss_fn is None else loss_fn(value, target)
         _as_changes(before, tables)
@@ -174,6 +175,8 @@ def capture(
     with (
         intercepted() as functions,
         stand_ins(whole, tensors, device) as (examples, mode),
+        attributes_kept(model, whole),
+        random_kept(),
         collection_paused(),
     ):
         program = _export(_Whole(model, loss_fn, spec, record, mode), examples)
@@ -224,6 +227,8 @@ def _export(whole: _Whole, tensors: list[Tensor]) -> Any:
     with modes[0], modes[1], torch.random.fork_rng(devices=[]), torch_private.quiet():
         try:
             return torch.export.export(whole, detached, strict=False)
+        except ZBCompileError:
+            raise
         except Exception as error:
             whole.eager, first = False, whole.record.watch
             try:
@@ -272,6 +277,12 @@ def _inline(
                 holes = inner.graph.find_nodes(op="placeholder")
                 region = Region(kind, settings, next(numbers))
                 values[node] = copy_body(inner, dict(zip(holes, given, strict=True)), (*regions, region))
+            elif torch_private.is_higher_order(node):
+                raise CaptureError(
+                    f"cannot split {getattr(node.target, '__name__', node.target)}: it takes functions",
+                    where=_where(node),
+                    fix="use torch.where or a loop in Python, or a choice that is made before training",
+                )
             elif node.op == "get_attr" and isinstance(getattr(module, str(node.target), None), nn.Module):
                 values[node] = node
             elif _is_pick(node) and not isinstance(values[node.args[0]], Node):
@@ -335,9 +346,14 @@ def _place(node: Node) -> dict[str, str]:
     lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
     frames = [line.split(", in ")[0] for line in lines if line.startswith('File "')]
     places = [frame.removeprefix('File "').replace('", line ', ":") for frame in frames]
-    places = [place for place in places if not is_own_file(place)]
+    places = [place for place in places if not is_own_file(place) and not place.startswith("<")]
     outside = [place for place in places if not is_torch_file(place)]
     return {"module_path": path, "source": (outside or places or [""])[-1]}
+
+
+def _where(node: Node) -> str:
+    found = _place(node)
+    return ", ".join(part for part in (found["module_path"], found["source"]) if part)
 
 
 def _roles(program: Any, names: Mapping[str, str]) -> dict[str, Role]:

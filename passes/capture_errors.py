@@ -47,6 +47,11 @@ _REASONS = (
         "do it with torch functions, or before the model and pass the result in",
     ),
     (
+        ("UncapturedHigherOrderOp",),
+        "a call that takes functions (such as torch.cond) cannot be split",
+        "use torch.where or a loop in Python, or a choice that is made before training",
+    ),
+    (
         (_LEFT_THE_GRAPH,),
         "a tensor leaves the graph and comes back",
         "do it with plain torch functions, or put it into a torch.autograd.Function",
@@ -64,9 +69,10 @@ def explain(model: nn.Module, whole: nn.Module, error: BaseException, watch: Wat
     reason, fix = _reason(text)
     op = watch.failed or (watch.read if any(mark in text for mark in _DATA_DEPENDENT) else "")
     op = f" in {op}" if op else ""
-    if _LEFT_THE_GRAPH in text and watch.transform:
-        reason, line = "a torch.func transform that takes gradients leaves the graph", watch.transform
+    if watch.transform and not any(mark in text for mark in _DATA_DEPENDENT):
+        reason, line = f"a torch.func transform cannot be traced here ({reason})", line or watch.transform
         fix = "use torch.autograd.grad(..., create_graph=True), or put it into a torch.autograd.Function"
+    line = line or watch.suspect
     at = f" at {line}" if line else ""
     return CaptureError(f"cannot capture {type(model).__name__}: {reason}{op}{at}", where=path, fix=fix)
 

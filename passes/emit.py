@@ -12,6 +12,7 @@ from torch.fx.graph import CodeGen
 
 from zbcompile.passes.places import with_place
 from zbcompile.passes.save_set import leaves
+from zbcompile.passes.torch_private import LINALG_CHECK
 
 __all__ = ["boxed"]
 
@@ -64,7 +65,7 @@ def boxed(
 def _checks(graph: Graph, calls: Collection[Node]) -> set[Node]:
     """Checks of what ``calls`` compute, with the picks of a tuple that only they need."""
     found: set[Node] = set()
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._linalg_check_errors.default):
+    for node in graph.find_nodes(op="call_function", target=LINALG_CHECK):
         (info,) = node.all_input_nodes
         if info in calls:
             found.add(node)

@@ -140,7 +140,9 @@ def _storage(node: Node) -> Storage:
 
 
 def _is_made(owner: Node, position: Any) -> bool:
-    """Whether a result of ``owner`` is a new tensor for certain."""
+    """Whether a result of ``owner`` is a new tensor for certain; an argument, whatever its name, is not."""
+    if owner.op != "call_function":
+        return False
     if position is not None:
         return _name(owner) in _TUPLE_MAKERS
     return _is_elementwise(owner) or _name(owner) in _MAKERS

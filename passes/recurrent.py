@@ -1,25 +1,130 @@
-"""LSTM on the CPU with the kernel that eager uses.
+"""Recurrent layers on the CPU with the bits that eager gives.
 
 On fake tensors ``aten.lstm`` takes itself apart into matmuls, which rounds differently. Eager calls
 oneDNN's fused layer; `lstm` makes the same calls, so that a split stage equals eager to the bit. One
-fused call is indivisible: its backward is wholly in B.
+fused call is indivisible: its backward is wholly in B. `gru` computes the gates in the layout of eager's,
+whose vector kernels end with each row. torch's own way of taking layers apart forgets the dropout between
+them; `layered` calls one layer at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-__all__ = ["is_fused_lstm", "keep_workspace", "lstm"]
+__all__ = ["keep_workspace", "recurrent"]
+
+_LAYERS = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
 
 _LSTM_MODE = 2
 
 
-def is_fused_lstm(node: Node) -> bool:
+def recurrent(node: Node) -> Callable[..., Any] | None:
+    """The function that gives eager's bits for this call on the CPU; None where the call itself does."""
+    name = str(node.target)
+    if name not in (*_LAYERS, "aten.gru_cell.default") or node.args[0].meta["val"].device.type != "cpu":  # type: ignore[union-attr]
+        return None
+    if _is_fused_lstm(node):
+        return lstm
+    if name == "aten.gru_cell.default":
+        return _gru_cell
+    rate, train, count = node.args[5], node.args[6], node.args[4]
+    if rate and train and count > 1:  # type: ignore[operator]
+        target: Any = gru if name == "aten.gru.input" else node.target
+        return partial(layered, target)
+    return gru if name == "aten.gru.input" else None
+
+
+def layered(
+    target: Callable[..., Any],
+    x: Tensor,
+    state: Any,
+    weights: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """``target`` layer by layer, with dropout between layers."""
+    directions = 2 if bidirectional else 1
+    count = len(weights) // num_layers
+    states = state if isinstance(state, tuple | list) else [state]
+    last: list[tuple[Tensor, ...]] = []
+    hidden = x.transpose(0, 1) if batch_first else x
+    for layer in range(num_layers):
+        own = [part.narrow(0, layer * directions, directions) for part in states]
+        given = own if isinstance(state, tuple | list) else own[0]
+        mine = list(weights[layer * count : (layer + 1) * count])
+        hidden, *ends = target(hidden, given, mine, has_biases, 1, 0.0, train, bidirectional, False)
+        last.append(tuple(ends))
+        if layer < num_layers - 1:
+            hidden = torch.dropout(hidden, dropout, True)
+    output = hidden.transpose(0, 1) if batch_first else hidden
+    return output, *(torch.cat(parts) for parts in zip(*last, strict=True))
+
+
+def gru(
+    x: Tensor,
+    state: Tensor,
+    weights: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """``aten.gru.input`` as eager computes it on the CPU, without dropout (`layered` adds it)."""
+    hidden = x.transpose(0, 1) if batch_first else x
+    directions = 2 if bidirectional else 1
+    per_layer = 4 if has_biases else 2
+    last = []
+    for layer in range(num_layers):
+        outputs = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            own: list[Any] = list(weights[per_layer * index : per_layer * (index + 1)])
+            own += [None] * (4 - per_layer)
+            gates = torch.nn.functional.linear(hidden, own[0], own[2]).unbind(0)
+            h, steps = state[index], []
+            for gate in reversed(gates) if direction else gates:
+                h = _gru_step(gate, h, own[1], own[3])
+                steps.append(h)
+            outputs.append(torch.stack(steps[::-1] if direction else steps, 0))
+            last.append(h)
+        hidden = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+    return hidden.transpose(0, 1) if batch_first else hidden, torch.stack(last)
+
+
+def _gru_cell(
+    x: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    weight_hidden: Tensor,
+    bias: Tensor | None = None,
+    bias_hidden: Tensor | None = None,
+) -> Tensor:
+    return _gru_step(torch.nn.functional.linear(x, weight, bias), h, weight_hidden, bias_hidden)
+
+
+def _gru_step(gates: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """One step. Reset and update gate stay columns of one matrix, as eager's in-place sigmoids have them."""
+    own = torch.nn.functional.linear(h, weight, bias)
+    size = h.shape[-1]
+    both = own.narrow(1, 0, 2 * size) + gates.narrow(1, 0, 2 * size)
+    reset, update = (part.sigmoid() for part in both.chunk(2, 1))
+    new = (gates.narrow(1, 2 * size, size) + own.narrow(1, 2 * size, size) * reset).tanh()
+    return (h - new) * update + new
+
+
+def _is_fused_lstm(node: Node) -> bool:
     """Whether eager would run this call as oneDNN layers: LSTM, CPU, float32, no projection."""
     if str(node.target) != "aten.lstm.input" or not torch.backends.mkldnn.enabled:
         return False

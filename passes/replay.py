@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from zbcompile.passes import torch_private
 from zbcompile.passes.capture import Region
 from zbcompile.passes.custom_functions import FunctionCall, is_function_call
-from zbcompile.passes.recurrent import is_fused_lstm, lstm
+from zbcompile.passes.recurrent import recurrent
 
 __all__ = ["Replay"]
 
@@ -69,9 +69,7 @@ class Replay(nn.Module):
         kwargs: Any = torch.fx.map_arg(node.kwargs, lambda n: values[n])
         if is_function_call(node.target):
             return self.functions[args[0]](args[1])
-        if is_fused_lstm(node):
-            return lstm(*args, **kwargs)
-        target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        target: Callable[..., Any] = recurrent(node) or node.target  # type: ignore[assignment]
         return target(*args, **kwargs)
 
     def _separate(self, outputs: list[Tensor], arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -24,6 +24,7 @@ from zbcompile.passes.collection import collection_paused
 from zbcompile.passes.emit import boxed
 from zbcompile.passes.exact_rewrites import rewrite_exactly
 from zbcompile.passes.joint_rewrites import rewrite, storage_root
+from zbcompile.passes.layouts import flexible_views
 from zbcompile.passes.op_costs import is_heavy
 from zbcompile.passes.partition import StageSource, Wire
 from zbcompile.passes.replay import Replay
@@ -194,6 +195,7 @@ def _trace(
     simplify(joint)
     _refuse_sparse(joint, source)
     rewrite(joint, parameters)
+    flexible_views(joint.module.graph)
     return _Traced(source, joint, tuple(arguments), len(source.roles), key)
 
 

@@ -35,6 +35,7 @@ except ImportError as error:  # pragma: no cover
     ) from error
 
 __all__ = [
+    "LINALG_CHECK",
     "ChangeCarriesGradient",
     "FakeTensor",
     "JointGraph",
@@ -44,13 +45,16 @@ __all__ = [
     "as_in_eager",
     "assigned_buffers",
     "backward_hooks",
+    "distributions_unchecked",
     "evaluate_fake",
     "fake_mode",
     "functorch_nesting",
     "has_hooks",
     "inductor_compile",
+    "is_higher_order",
     "is_wrapped",
     "joint_graph",
+    "math_attention",
     "missing_compiler",
     "node_meta",
     "parameter_kind",
@@ -70,6 +74,9 @@ __all__ = [
     "wrapper_kind",
 ]
 
+
+LINALG_CHECK = torch.fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
+"""Raises for a singular matrix; has no result, and is kept by dead code elimination all the same."""
 
 _RESAMPLING = (
     *(f"{kind}{n}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)),
@@ -115,6 +122,8 @@ def as_fake(
 ) -> Tensor:
     """A fake leaf with the shape, strides and dtype of ``value``, on its device or the one given."""
     device = device or value.device
+    if value.layout != torch.strided:
+        return mode.from_tensor(value)
     with mode:
         fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     if isinstance(value, torch.nn.Parameter):
@@ -188,6 +197,33 @@ def _functorch_levels_kept() -> Iterator[None]:
     finally:
         if functorch.get_dynamic_layer_stack_depth() > depth:
             functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
+@contextlib.contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """While active, ``torch.distributions`` does not look at the values of its arguments."""
+    kind = torch.distributions.Distribution
+    given = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(given)
+
+
+def math_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **given: Any) -> Tensor:
+    """``scaled_dot_product_attention`` as the math backend computes it."""
+    names = ("attn_mask", "dropout_p", "is_causal")
+    given = dict(zip(names, rest, strict=False)) | given
+    mask, rate, causal = given.get("attn_mask"), given.get("dropout_p", 0.0), given.get("is_causal", False)
+    kernel: Any = torch.ops.aten._scaled_dot_product_attention_math.default
+    options = {"scale": given.get("scale"), "enable_gqa": given.get("enable_gqa", False)}
+    return kernel(query, key, value, mask, rate, causal, **options)[0]  # type: ignore[no-any-return]
+
+
+def is_higher_order(node: Node) -> bool:
+    """Whether a call takes functions as arguments (``torch.cond`` and its kind)."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def transform_depth() -> int:

@@ -22,6 +22,7 @@ from zbcompile.passes.frontend import FrontEndResult
 from zbcompile.passes.sequence import run_backward, run_forward
 from zbcompile.passes.values import flatten, unflatten
 from zbcompile.passes.verify_reasons import reasons_of, tolerance_of
+from zbcompile.passes.watch import attributes_kept
 from zbcompile.passes.with_loss import with_loss
 
 __all__ = ["Deviation", "VerifyReport", "cheap_to_verify", "verify"]
@@ -99,7 +100,7 @@ def verify(
     _check_real(whole)
     batch = [tensor.detach().clone() for tensor in front.flat_inputs(args, kwargs, target)]
     allowed = tolerance_of(front) if tolerance is None else tolerance
-    with _untouched(whole, batch) as start:
+    with attributes_kept(model, whole), _untouched(whole, batch) as start:
         expected = _reference(model, front, batch, loss_fn)
         start()
         found = _stages(whole, front, batch)
@@ -124,9 +125,14 @@ def _reference(
 ) -> _Found:
     args, kwargs, target = unflatten(front.input_spec, [tensor.clone() for tensor in batch])
     with torch.enable_grad():
-        value = model(*args, **kwargs)
-        if loss_fn is not None:
-            value = {"loss": loss_fn(value, target), "output": value}
+        try:
+            value = model(*args, **kwargs)
+            if loss_fn is not None:
+                value = {"loss": loss_fn(value, target), "output": value}
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"the model itself fails on the example: {type(error).__name__}: {error}"
+            ) from error
         leaves = flatten(value, results=True)[0]
         whole = with_loss(model, loss_fn)
         grads = {} if front.loss is None else _autograd(whole, leaves[front.loss])

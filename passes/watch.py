@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
@@ -22,9 +23,10 @@ from zbcompile.errors import CaptureError
 from zbcompile.passes import torch_private
 from zbcompile.passes.places import place_of_caller
 
-__all__ = ["Changes", "Watch", "unchanged"]
+__all__ = ["Changes", "Watch", "attributes_kept", "random_kept", "unchanged"]
 
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 _READS = (torch.Tensor.item, torch.Tensor.tolist)
 _PLAIN_NUMBERS = (bool, int, float)
 
@@ -34,16 +36,17 @@ class Watch(TorchFunctionMode):
 
     stand_ins : id of a parameter or buffer -> what stands for it in the trace. After a failure ``failed`` is
     the name of the torch function that raised first, ``read`` the last one that gave Python a number;
-    ``transform`` is where a torch.func transform was seen.
+    ``transform`` is where a torch.func transform was seen, ``suspect`` where a value became a leaf.
     """
 
     def __init__(self, stand_ins: Mapping[int, Tensor]) -> None:
         super().__init__()
         self.stand_ins = stand_ins
         self.failed = ""
-        self.read = ""
+        self.read = self.suspect = ""
         self.transform = ""
         self.depth = torch_private.transform_depth()
+        self.backends = _backends()
 
     def __torch_function__(
         self,
@@ -56,6 +59,8 @@ class Watch(TorchFunctionMode):
         taken = tuple(self._seen(value) for value in args)
         if not self.transform and torch_private.transform_depth() > self.depth:
             self.transform = place_of_caller()
+        if func in _ATTENTION and _backends() != self.backends:
+            return self._attention(func, taken, given)
         if func == _GET_DATA:
             return taken[0].detach()
         if func == _SET_DATA:
@@ -66,11 +71,24 @@ class Watch(TorchFunctionMode):
             )
         if func in _READS:
             self.read = _name(func)
+        if func is torch.Tensor.requires_grad_ and not self.suspect:
+            self.suspect = place_of_caller()
         try:
             return func(*taken, **given)
         except Exception:
             self.failed = self.failed or _name(func)
             raise
+
+    def _attention(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """Attention inside a choice of kernels that the graph would not remember."""
+        flash, _, math, _ = _backends()
+        if func is F.scaled_dot_product_attention and math and not flash and args[0].device.type == "cpu":
+            return torch_private.math_attention(*args, **given)
+        raise CaptureError(
+            "cannot capture a choice of attention kernels inside the model (sdpa_kernel)",
+            where=place_of_caller(),
+            fix="put sdpa_kernel(...) around the calls of the pipeline instead",
+        )
 
     def _seen(self, value: Any) -> Any:
         if isinstance(value, tuple | list):
@@ -97,6 +115,17 @@ class Watch(TorchFunctionMode):
                 fix="draw without generator=: the pipeline gives every microbatch a random stream of its own",
             )
         return value
+
+
+def _backends() -> tuple[bool, ...]:
+    """Which attention kernels are allowed now: flash, memory-efficient, math, cuDNN."""
+    cuda: Any = torch.backends.cuda
+    return (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
 
 
 def _name(func: Any) -> str:
@@ -139,6 +168,32 @@ def unchanged(root: nn.Module, changes: Changes) -> Iterator[None]:
                 where=where,
                 fix="count in a buffer, or change it outside of the forward",
             )
+
+
+@contextlib.contextmanager
+def random_kept() -> Iterator[None]:
+    """Give Python's and numpy's random numbers back the state that they had."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        if numpy is not None:
+            numpy.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def attributes_kept(*roots: nn.Module) -> Iterator[None]:
+    """Give all modules below ``roots`` back the attributes that they had."""
+    tables = {id(module): vars(module) for root in roots for module in root.modules()}
+    before = {key: dict(table) for key, table in tables.items()}
+    try:
+        yield
+    finally:
+        for key, table in tables.items():
+            table.clear()
+            table.update(before[key])
 
 
 def _attributes(root: nn.Module) -> Iterator[tuple[str, str, Any]]:

@@ -1,0 +1,54 @@
+"""Views of values whose layout torch does not foretell: made to work for every layout.
+
+An element-wise call on arguments of different layouts may give another layout than its fake twin (for
+instance ``softplus_backward`` of a transposed and a dense tensor), and a traced ``view`` of it then fails.
+``view(x) --> reshape(x)`` there, which copies only if it must.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+__all__ = ["flexible_views"]
+
+_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
+_OWN_LAYOUT = ("batch_norm", "group_norm", "instance_norm", "convolution", "pool", "upsample", "interpolate")
+"""Parts of the names of calls that keep, or not, the layout of an argument that is not contiguous."""
+_DENSE = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.", "aten.clone.", "aten.embedding")
+
+
+def flexible_views(graph: Graph) -> int:
+    """Change the graph in place; returns how many views were changed."""
+    uncertain: set[Node] = set()
+    changed = 0
+    for node in graph.nodes:
+        if node.op != "call_function" or str(node.target).startswith(_DENSE):
+            continue
+        if not _layouts_differ(node) and not any(argument in uncertain for argument in node.all_input_nodes):
+            continue
+        uncertain.add(node)
+        if str(node.target) in _VIEWS and node.args[0] in uncertain:
+            node.target = torch.ops.aten.reshape.default
+            changed += 1
+    return changed
+
+
+def _layouts_differ(node: Node) -> bool:
+    """Whether tensors of one shape come in with different strides, or one that a kernel may lay out anew."""
+    values: list[Any] = [argument.meta.get("val") for argument in node.all_input_nodes]
+    tensors = [v for v in values if isinstance(v, Tensor) and v.layout is torch.strided and v.dim() > 1]
+    first = next(iter(tensors), None)
+    if any(part in str(node.target) for part in _OWN_LAYOUT):
+        return any(not _is_contiguous(t) for t in tensors)
+    if first is None or not all(isinstance(n, int) for t in tensors for n in t.shape):
+        return False
+    alike = [t for t in tensors if t.shape == first.shape]
+    return any(t.stride() != first.stride() for t in alike)
+
+
+def _is_contiguous(value: Tensor) -> bool:
+    return all(isinstance(n, int) for n in value.shape) and value.is_contiguous()

@@ -1,0 +1,245 @@
+"""Small models of kinds that people train, each as a function that builds it, with its microbatch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations, parametrize
+
+SIZE = 8
+
+
+class Of(nn.Module):
+    """A model given as a function of itself; three Linears a, b, c and what is handed in."""
+
+    def __init__(self, body: Callable[..., Any], **parts: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(SIZE, SIZE) for _ in range(3))
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.body = body
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.body(self, *args, **kwargs)
+
+
+def layers(make: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+    """Three Linears, each changed by ``make``, with tanh between."""
+    return nn.Sequential(*(part for _ in range(3) for part in (make(nn.Linear(SIZE, SIZE)), nn.Tanh())))
+
+
+class LowRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(SIZE, 2)), nn.Parameter(torch.randn(2, SIZE))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.left @ self.right
+
+
+def adapted(layer: nn.Linear) -> nn.Module:
+    layer.weight.requires_grad_(False)
+    parametrize.register_parametrization(layer, "weight", LowRank())
+    return layer
+
+
+def recurrent(kind: type[nn.RNNBase], **how: Any) -> nn.Module:
+    model = Of(
+        lambda m, x: m.out(m.rnn(m.a(x))[0].relu()),
+        rnn=kind(SIZE, SIZE, 2, batch_first=True, dropout=0.3, **how),
+    )
+    model.out = nn.Linear(how.get("proj_size", SIZE) * (2 if how.get("bidirectional") else 1), SIZE)
+    return model
+
+
+def gru_cell(m: Of, x: Tensor) -> Tensor:
+    h = torch.zeros(2, SIZE)
+    for step in x.unbind(1):
+        h = m.cell(step, h)
+    return m.c(h)
+
+
+def einsum_attention(m: Of, x: Tensor) -> Tensor:
+    q, k, v = (part(x).view(2, 5, 2, 4) for part in (m.a, m.b, m.c))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / 2
+    hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("bhij,bjhd->bihd", weights, v).reshape(2, 5, SIZE) + x
+
+
+def scans(m: Of, x: Tensor) -> Tensor:
+    gate = m.a(x).sigmoid()
+    return m.c(gate.log().cumsum(1).exp() * m.b(x) + gate.cumprod(1) + x.logcumsumexp(1))
+
+
+def complex_layer(m: Of, x: Tensor) -> Tensor:
+    spectrum = torch.fft.rfft(m.a(x)) * m.filter
+    turned = torch.view_as_complex(m.b(x).view(2, 5, 4, 2)) * torch.polar(torch.ones(4), torch.rand(4))
+    return m.c(torch.fft.irfft(spectrum, n=SIZE) + torch.view_as_real(turned).flatten(-2))
+
+
+def vector_quantized(m: Of, x: Tensor) -> Tensor:
+    x = m.a(x)
+    chosen = torch.cdist(x, m.codes.weight).argmin(1)
+    m.count.index_add_(0, chosen, torch.ones(len(x)))
+    code = m.codes(chosen)
+    return m.b(x + (code - x).detach() + 0.1 * F.mse_loss(code, x.detach()))
+
+
+def graph_network(m: Of, x: Tensor) -> Tensor:
+    source, target = m.edges
+    for layer in (m.a, m.b, m.c):
+        h = layer(x)
+        index = target[:, None].expand(-1, SIZE)
+        x = torch.zeros_like(h).scatter_add(0, index, h[source]).relu()
+        x = x + torch.zeros_like(h).scatter_reduce(0, index, h[source], "amax")
+    return torch.sparse.mm(m.adjacent, x)
+
+
+def sampled(m: Of, x: Tensor) -> Tensor:
+    normal = torch.distributions.Normal(m.a(x), F.softplus(m.b(x)))
+    drawn = normal.rsample()
+    return m.c(drawn) + normal.log_prob(drawn)
+
+
+def teacher(m: Of, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        wanted = m.b(x)
+    with torch.no_grad():
+        shift = m.a(x).mean()
+    return m.c(torch.tanh(m.a(x))) - wanted.clone() + shift
+
+
+def chosen_kernel(m: Of, x: Tensor) -> Tensor:
+    q, k, v = (part(x).view(2, 5, 2, 4).transpose(1, 2) for part in (m.a, m.b, m.c))
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def ensemble(m: Of, x: Tensor) -> Tensor:
+    many = torch.vmap(lambda weight, bias: torch.tanh(x @ weight + bias))(m.weights, m.biases)
+    return m.c(m.a(many.mean(0)) + torch.func.jvp(lambda v: m.b(v).tanh(), (x,), (x,))[1])
+
+
+def solved(m: Of, x: Tensor) -> Tensor:
+    weight = m.a.weight + 3 * torch.eye(SIZE)
+    x = torch.linalg.solve(weight, m.b(x).T).T
+    lower = torch.linalg.cholesky(weight @ weight.T + torch.eye(SIZE))
+    return m.c(x @ torch.linalg.inv(weight)) + torch.linalg.svd(m.c.weight)[1] + x @ lower
+
+
+@dataclasses.dataclass
+class Outcome:
+    value: Tensor
+    parts: dict[str, Any]
+
+
+def structured(m: Of, batch: dict[str, Any], flag: bool) -> Outcome:
+    first, (second, third) = batch["x"], batch["rest"]
+    value = m.c(torch.relu(m.b(m.a(first) + second)))
+    return Outcome(value, {"side": m.a(third) if flag else None, "count": 3})
+
+
+def remembered(m: Of, x: Tensor) -> Tensor:
+    m.seen = m.a(x).tanh()
+    m.penalty = m.seen.pow(2).mean()
+    return m.c(m.b(m.seen)) + m.penalty
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def rows(*shape: int) -> Callable[[], Any]:
+    return lambda: ((torch.randn(*shape),), {})
+
+
+def numbers(*shape: int) -> Callable[[], Any]:
+    return lambda: ((torch.randint(0, 9, shape),), {})
+
+
+def nested() -> Any:
+    batch = {"x": torch.randn(6, SIZE), "rest": [torch.randn(6, SIZE), torch.randn(6, SIZE)]}
+    return (), {"batch": batch, "flag": True}
+
+
+FLAT, SEQUENCE, IMAGE = rows(6, SIZE), rows(2, 5, SIZE), rows(2, 3, 8, 8)
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
+    "weight norm": (lambda: layers(parametrizations.weight_norm), FLAT),
+    "spectral norm": (lambda: layers(parametrizations.spectral_norm), FLAT),
+    "spectral norm, by hook": (lambda: layers(nn.utils.spectral_norm), FLAT),
+    "orthogonal": (lambda: layers(parametrizations.orthogonal), FLAT),
+    "adapters as parametrization": (lambda: layers(adapted), FLAT),
+    "embedding bag": (
+        lambda: nn.Sequential(nn.EmbeddingBag(9, SIZE), nn.Linear(SIZE, SIZE), nn.Tanh()), numbers(6, 4)
+    ),
+    "embedding, padded and scaled": (
+        lambda: nn.Sequential(
+            nn.Embedding(9, SIZE, padding_idx=0, scale_grad_by_freq=True), nn.Linear(SIZE, SIZE), nn.Tanh()
+        ),
+        numbers(6, 4),
+    ),
+    "GRU, both ways, dropout": (lambda: recurrent(nn.GRU, bidirectional=True), SEQUENCE),
+    "RNN, dropout": (lambda: recurrent(nn.RNN), SEQUENCE),
+    "LSTM, projected, dropout": (lambda: recurrent(nn.LSTM, proj_size=4), SEQUENCE),
+    "GRU cell": (lambda: Of(gru_cell, cell=nn.GRUCell(SIZE, SIZE)), SEQUENCE),
+    "transposed convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3, 2, 1), nn.GroupNorm(2, 8), nn.SiLU(), nn.ConvTranspose2d(8, 8, 4, 2, 1),
+            nn.InstanceNorm2d(8, affine=True), nn.ConvTranspose2d(8, 4, 3, 1, 1), nn.PixelShuffle(2),
+        ),
+        IMAGE,
+    ),
+    "pools and channel dropout": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1), nn.Dropout2d(0.3), nn.SELU(), nn.AvgPool2d(2), nn.Conv2d(4, 4, 1),
+            nn.FeatureAlphaDropout(0.2), nn.FractionalMaxPool2d(2, output_size=2), nn.RReLU(), nn.Flatten(),
+            nn.Linear(16, 4),
+        ),
+        IMAGE,
+    ),
+    "einsum attention": (lambda: Of(einsum_attention), SEQUENCE),
+    "scans": (lambda: Of(scans), SEQUENCE),
+    "complex": (
+        lambda: Of(complex_layer, filter=nn.Parameter(torch.randn(5, dtype=torch.cfloat))), SEQUENCE
+    ),
+    "vector quantization": (
+        lambda: Of(vector_quantized, codes=nn.Embedding(5, SIZE), count=nn.Buffer(torch.zeros(5))), FLAT
+    ),
+    "graph network, sparse matrix": (
+        lambda: Of(graph_network, edges=torch.randint(0, 6, (2, 12)), adjacent=torch.eye(6).to_sparse()), FLAT
+    ),
+    "distributions": (lambda: Of(sampled), FLAT),
+    "teacher under inference_mode": (lambda: Of(teacher), FLAT),
+    "chosen attention kernel": (lambda: Of(chosen_kernel), SEQUENCE),
+    "vmap and jvp": (
+        lambda: Of(
+            ensemble, weights=nn.Parameter(torch.randn(3, SIZE, SIZE)),
+            biases=nn.Parameter(torch.randn(3, SIZE)),
+        ),
+        FLAT,
+    ),
+    "linear algebra": (lambda: Of(solved), FLAT),
+    "nested arguments and results": (lambda: Of(structured), nested),
+    "values kept in attributes": (lambda: Of(remembered), FLAT),
+    "rows repeated by data": (
+        lambda: Of(lambda m, x: m.c(m.b(x) + x.repeat_interleave((m.a(x)[:, 0] > 0).long() + 1, 0).sum(0))),
+        FLAT,
+    ),
+    "gumbel": (lambda: Of(lambda m, x: m.c(F.gumbel_softmax(m.a(x), hard=True) @ m.b.weight)), FLAT),
+    "functional call": (
+        lambda: Of(
+            lambda m, x: m.c(torch.func.functional_call(m.b, {"weight": m.a.weight * 2}, (m.a(x).relu(),)))
+        ),
+        FLAT,
+    ),
+    "parameters in .data": (lambda: Of(lambda m, x: m.c(m.b(x) * m.a.weight.data.norm() + m.a(x))), FLAT),
+}  # fmt: skip
