@@ -186,16 +186,3 @@ def test_a_model_that_fails_by_itself_is_told_so() -> None:
     front = build_stages(model, 2, (x,), loss_fn=loss)
     with pytest.raises(UsageError, match="fails on the example: ValueError: out of range"):
         verify(model, front, (x,), loss_fn=loss)
-
-
-def test_a_saved_result_is_not_written_over_in_the_backward() -> None:
-    """The product is a result of the model, and read last by the gradient of the scale."""
-
-    def both(m: Of, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = m.a(x).tanh() @ m.b.weight
-        return y, y * m.scale
-
-    model = Of(both, scale=nn.Parameter(torch.rand(())))
-    x = torch.randn(6, SIZE)
-    built = build_stages(model, 2, (x,), loss_fn=lambda results, _: results[1].pow(2).mean())
-    assert verify(model, built, (x,), loss_fn=lambda results, _: results[1].pow(2).mean()).exact
