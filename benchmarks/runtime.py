@@ -238,7 +238,7 @@ def _line(name: str, stages: int, peak: int, plan_ms: float, seconds: float) -> 
 
 
 def host_time(quick: bool) -> None:
-    """Table 3: the same 1F1B order with 4 ms actions; what exceeds the plan, per action of the busiest rank."""
+    """Table 3: the same 1F1B order with 4 ms actions; what exceeds the plan, per action of the busiest."""
     print("\nhost time per action: one 1F1B order, p = 4, m = 32, F = 4 ms, BW = 8 ms, 4 KB messages")
     ranks, count = 4, 8 if quick else 32
     text = torch_csv_of("1F1B", ranks, count)
