@@ -21,7 +21,6 @@ from typing import Any
 
 from zbcompile.costs import Link, Profile, StageCost
 from zbcompile.ir import Placement
-from zbcompile.planner import state as planner_state
 from zbcompile.planner.plan import plan
 from zbcompile.problem import Problem
 from zbcompile.solution import Solution
@@ -197,7 +196,6 @@ def main() -> None:
     parser.add_argument("sections", nargs="*")
     parser.add_argument("--rows", type=int, default=10_000, help="rows per section")
     parser.add_argument("--first", type=int, default=0, help="rows to leave out of section v")
-    parser.add_argument("--cpu", action="store_true", help="limits count processor time: for a busy machine")
     arguments = parser.parse_args()
     sections = {
         "paper": paper,
@@ -208,8 +206,6 @@ def main() -> None:
         "starved": starved,
         "v": lambda: v(arguments.first, arguments.rows),
     }
-    if arguments.cpu:
-        planner_state.time.monotonic = time.process_time  # type: ignore[assignment]
     unknown = [name for name in arguments.sections if name not in sections]
     if unknown:
         sys.exit(f"no section {unknown[0]!r}; there are {', '.join(sections)}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,6 +26,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.runtime_modules import Gpt, SleepingModule
 from zbcompile.check import check
 from zbcompile.costs import Edge, Link, Profile, StageCost
 from zbcompile.driver import Options, Plan, lower, rated, rehearse
@@ -36,7 +39,7 @@ from zbcompile.problem import Problem
 from zbcompile.runtime.distributed import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.launch import spawn, spawn_outcomes
-from zbcompile.runtime.sleeping import sleep_ns, sleeping_stages
+from zbcompile.runtime.sleeping import sleeping_stages
 from zbcompile.runtime.verbs import Setup, Step
 from zbcompile.simulate import memory_peaks, simulate
 
@@ -75,48 +78,6 @@ def planned_against_measured(quick: bool) -> None:
                 f"{found.calibrated.overhead_ns / 1000:.0f}, {found.calibrated.link.latency_ns / 1000:.0f}",
                 flush=True,
             )
-
-
-class _SleepInput(torch.autograd.Function):
-    """Sleeps in forward and in the gradient of its input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: int, backward: int) -> Tensor:
-        ctx.sleep = backward
-        sleep_ns(forward)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        sleep_ns(ctx.sleep)
-        return grads[0].clone(), None, None
-
-
-class _SleepWeight(torch.autograd.Function):
-    """Sleeps in the gradient of the weight."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, backward: int) -> Tensor:
-        ctx.sleep = backward
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        sleep_ns(ctx.sleep)
-        return grads[0].clone(), None
-
-
-class SleepingModule(nn.Module):
-    """A module whose F, B and W take as long as told, for torch's own runtime."""
-
-    def __init__(self, cost: StageCost) -> None:
-        super().__init__()
-        self.cost = cost
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        own = _SleepWeight.apply(self.weight, self.cost.backward_weight_ns)
-        return _SleepInput.apply(x, self.cost.forward_ns, self.cost.backward_input_ns) + own
 
 
 def torch_steps(
@@ -263,36 +224,6 @@ def host_time(quick: bool) -> None:
 
 def profile_without_link(costs: Profile) -> Profile:
     return Profile(costs.stages, costs.edges, Link())
-
-
-class Block(nn.Module):
-    """A plain transformer block."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.one, self.two = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
-        q, k, v = self.qkv(self.one(x)).view(rows, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(nn.functional.gelu(self.up(self.two(x))))
-
-
-class Gpt(nn.Module):
-    """Embedding, blocks, head."""
-
-    def __init__(self, width: int = 256, blocks: int = 6, words: int = 2048) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(words, width)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(blocks)))
-        self.head = nn.Linear(width, words)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.blocks(self.embed(ids)))
 
 
 def _gpt_loss(logits: Tensor, target: Tensor) -> Tensor:

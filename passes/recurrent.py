@@ -2,9 +2,9 @@
 
 On fake tensors ``aten.lstm`` takes itself apart into matmuls, which rounds differently. Eager calls
 oneDNN's fused layer; `lstm` makes the same calls, so that a split stage equals eager to the bit. One
-fused call is indivisible: its backward is wholly in B. `gru` computes the gates in the layout of eager's,
-whose vector kernels end with each row. torch's own way of taking layers apart forgets the dropout between
-them; `layered` calls one layer at a time.
+fused call is indivisible: its backward is wholly in B. `_gru_layer` computes the gates in the layout of
+eager's, whose vector kernels end with each row. torch's own way of taking layers apart forgets the dropout
+between them; `layered` calls one layer at a time.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ def recurrent(node: Node) -> Callable[..., Any] | None:
     if name == "aten.gru_cell.default":
         return _gru_cell
     rate, train, count = node.args[5], node.args[6], node.args[4]
-    if rate and train and count > 1:  # type: ignore[operator]
-        target: Any = gru if name == "aten.gru.input" else node.target
-        return partial(layered, target)
-    return gru if name == "aten.gru.input" else None
+    if name == "aten.gru.input":
+        return partial(layered, _gru_layer)
+    target: Any = node.target
+    drops = rate and train and count > 1  # type: ignore[operator]
+    return partial(layered, target) if drops else None
 
 
 def layered(
@@ -52,7 +53,7 @@ def layered(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
-    """``target`` layer by layer, with dropout between layers."""
+    """``target`` layer by layer, sequence first, with dropout between layers."""
     directions = 2 if bidirectional else 1
     count = len(weights) // num_layers
     states = state if isinstance(state, tuple | list) else [state]
@@ -64,43 +65,29 @@ def layered(
         mine = list(weights[layer * count : (layer + 1) * count])
         hidden, *ends = target(hidden, given, mine, has_biases, 1, 0.0, train, bidirectional, False)
         last.append(tuple(ends))
-        if layer < num_layers - 1:
+        if dropout and train and layer < num_layers - 1:
             hidden = torch.dropout(hidden, dropout, True)
     output = hidden.transpose(0, 1) if batch_first else hidden
     return output, *(torch.cat(parts) for parts in zip(*last, strict=True))
 
 
-def gru(
-    x: Tensor,
-    state: Tensor,
-    weights: Sequence[Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
+def _gru_layer(
+    x: Tensor, state: Tensor, weights: Sequence[Tensor], has_biases: bool, *_: object
 ) -> tuple[Tensor, Tensor]:
-    """``aten.gru.input`` as eager computes it on the CPU, without dropout (`layered` adds it)."""
-    hidden = x.transpose(0, 1) if batch_first else x
-    directions = 2 if bidirectional else 1
-    per_layer = 4 if has_biases else 2
-    last = []
-    for layer in range(num_layers):
-        outputs = []
-        for direction in range(directions):
-            index = layer * directions + direction
-            own: list[Any] = list(weights[per_layer * index : per_layer * (index + 1)])
-            own += [None] * (4 - per_layer)
-            gates = torch.nn.functional.linear(hidden, own[0], own[2]).unbind(0)
-            h, steps = state[index], []
-            for gate in reversed(gates) if direction else gates:
-                h = _gru_step(gate, h, own[1], own[3])
-                steps.append(h)
-            outputs.append(torch.stack(steps[::-1] if direction else steps, 0))
-            last.append(h)
-        hidden = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-    return hidden.transpose(0, 1) if batch_first else hidden, torch.stack(last)
+    """One layer of ``aten.gru.input``, sequence first, as eager computes it on the CPU."""
+    per_direction = 4 if has_biases else 2
+    outputs, last = [], []
+    for direction in range(state.shape[0]):
+        own: list[Any] = list(weights[per_direction * direction : per_direction * (direction + 1)])
+        own += [None] * (4 - per_direction)
+        gates = torch.nn.functional.linear(x, own[0], own[2]).unbind(0)
+        h, steps = state[direction], []
+        for gate in reversed(gates) if direction else gates:
+            h = _gru_step(gate, h, own[1], own[3])
+            steps.append(h)
+        outputs.append(torch.stack(steps[::-1] if direction else steps, 0))
+        last.append(h)
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1), torch.stack(last)
 
 
 def _gru_cell(

@@ -74,8 +74,13 @@ class Faulty(Sleeping):
         return super().run_forward(state, inputs)
 
 
-def train(rank: int, fault: str, faulty_rank: int, limit_s: float, folder: str) -> str:
-    """Three steps; the number of optimizer steps taken goes to a file. One rank fails in the second."""
+def train(
+    rank: int, fault: str, faulty_rank: int, limit_s: float, folder: str, large_bytes: int | None = None
+) -> str:
+    """Three steps; the number of optimizer steps taken goes to a file. One rank fails in the second.
+    Messages of ``large_bytes`` or more are sent by the transport's thread."""
+    if large_bytes is not None:
+        gloo._LARGE_BYTES = large_bytes
     schedule, profile = one_f_one_b(), sleeping_profile()
     bad = rank == faulty_rank
     problem, schedule, texts = plan_texts(schedule, profile)

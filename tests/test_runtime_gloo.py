@@ -101,9 +101,13 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("large_bytes", [None, 1], ids=["", "by the thread"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_failing_rank_is_named_on_all_ranks_and_no_step_is_taken(fault: str, tmp_path: Path) -> None:
-    outcomes = spawn_outcomes(gloo_workers.train, NUM_RANKS, (fault, 2, 1.5, str(tmp_path)), timeout_s=200)
+def test_a_failing_rank_is_named_on_all_ranks_and_no_step_is_taken(
+    fault: str, large_bytes: int | None, tmp_path: Path
+) -> None:
+    arguments = (fault, 2, 1.5, str(tmp_path), large_bytes)
+    outcomes = spawn_outcomes(gloo_workers.train, NUM_RANKS, arguments, timeout_s=200)
     message = survivors(outcomes, 2 if fault == "killed" else None)
     for words in FAULTS[fault]:
         assert words in message, message

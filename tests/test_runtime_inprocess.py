@@ -207,6 +207,8 @@ def test_an_error_in_a_stage_names_the_action_and_keeps_its_traceback() -> None:
         torch.randint(0, 9, (3, 2)),
         torch.tensor([True, False, True]),
         torch.randn(3, 2, dtype=torch.complex64),
+        torch.randn(3, 2, dtype=torch.complex64).conj(),
+        torch.randn(3, 2, dtype=torch.complex64).conj().imag,
         torch.randn(3, 2).to(torch.bfloat16).t(),
     ],
 )
@@ -219,6 +221,8 @@ def test_any_tensor_survives_the_wire(tensor: Tensor) -> None:
     packed, arrived = layout.pack(tensor), layout.buffer()
     for message in (packed, arrived):
         assert message.is_contiguous()
+        assert not message.is_conj()
+        assert not message.is_neg()
         assert message.numel() * message.element_size() == layout.num_bytes
     arrived.copy_(packed)
     back = layout.unpack(arrived)

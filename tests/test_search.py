@@ -90,15 +90,18 @@ def test_annealing_keeps_orders_legal_and_never_longer(seed: int) -> None:
     assert score[0] == measured[which]
 
 
+def some_problem(seed: int) -> tuple[Problem, random.Random]:
+    rng = random.Random(seed)
+    ranks = rng.randint(1, 4)
+    placement = random_placement(rng, ranks)
+    return random_problem(rng, ranks=ranks, microbatches=rng.randint(1, 5), placement=placement), rng
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_dispatch_fits_and_finishes_under_any_keys(seed: int) -> None:
     """No limit on microbatches in flight: the reserve for deeper stages alone rules out a lock-up."""
-    rng = random.Random(seed)
-    ranks = rng.randint(1, 4)
-    problem = random_problem(
-        rng, ranks=ranks, microbatches=rng.randint(1, 5), placement=random_placement(rng, ranks)
-    )
+    problem, rng = some_problem(seed)
     flat = Flat.of(problem)
     actions = 3 * flat.num_stages * flat.num_microbatches
     keys = [rng.randint(0, 50) for _ in range(actions)]
@@ -111,11 +114,7 @@ def test_dispatch_fits_and_finishes_under_any_keys(seed: int) -> None:
 @given(st.integers(0, 10**6))
 def test_gaps_are_the_waits_for_messages(seed: int) -> None:
     """Of every order met on the way; `simulate` is the oracle."""
-    rng = random.Random(seed)
-    ranks = rng.randint(2, 4)
-    problem = random_problem(
-        rng, ranks=ranks, microbatches=rng.randint(1, 5), placement=random_placement(rng, ranks)
-    )
+    problem, _ = some_problem(seed)
     problem = problem.with_(objective="makespan")
     flat = Flat.of(problem)
     annealer = Annealer(flat)

@@ -73,6 +73,10 @@ class _GlooTicket:
         self._works = []
 
 
+def _is_large(layout: Layout) -> bool:
+    return layout.num_bytes >= _LARGE_BYTES
+
+
 class _SentByThread:
     """The work of a send that the transport's thread posts."""
 
@@ -98,7 +102,7 @@ class GlooTransport:
         send = self._process_group.send
         works: list[Any] = []
         for layout, message in zip(layouts, packed, strict=True):
-            if layout.num_bytes >= _LARGE_BYTES:
+            if _is_large(layout):
                 works.append(_SentByThread(self._sender.submit(send, [message], peer, _LARGE)))
             elif layout.num_bytes:
                 works.append(send([message], peer, _SMALL))
@@ -109,7 +113,7 @@ class GlooTransport:
         buffers = [layout.buffer() for layout in layouts]
         receive = self._process_group.recv
         works = [
-            receive([buffer], peer, _LARGE if layout.num_bytes >= _LARGE_BYTES else _SMALL)
+            receive([buffer], peer, _LARGE if _is_large(layout) else _SMALL)
             for layout, buffer in zip(layouts, buffers, strict=True)
             if layout.num_bytes
         ]

@@ -1,8 +1,8 @@
 """Tensors on a wire: memory in the order of the strides that were compiled for.
 
 A contiguous tensor travels as it is, another dense one, in whatever order of its dimensions, as the bytes of
-its own memory, without a copy. One with
-gaps or repeated elements travels as a contiguous copy. Zero elements travel not at all.
+its own memory, without a copy. One with gaps or repeated elements, or conjugated or negated only by a mark,
+travels as a copy. Zero elements travel not at all.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Layout:
                 needed=f"{list(self.shape)} {self.dtype}",
                 given=f"{list(tensor.shape)} {tensor.dtype}",
             )
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
         if self.is_dense:
             if tensor.stride() != self.stride:
                 tensor = self._empty(self.stride).copy_(tensor)
