@@ -159,7 +159,7 @@ def our_plan(costs: Profile, ranks: int, count: int, cap: int, placement: str, s
 
 def beside_torch(quick: bool) -> None:
     """Table 2: makespan of one step."""
-    shapes = [(4, 8, (20, 20, 20)), (4, 8, (20, 30, 10)), (8, 16, (20, 30, 10))]
+    shapes = [(p, 2 * p, times) for p in (4, 8) for times in ((20, 20, 20), (20, 30, 10))]
     for ranks, count, (f, b, w) in shapes[:2] if quick else shapes:
         print(
             f"\nbeside torch: p = {ranks}, m = {count}, F : B : W = {f} : {b} : {w} ms, "
