@@ -223,8 +223,8 @@ def _export(whole: _Whole, tensors: list[Tensor]) -> Any:
     """Export the path that the model takes in eager; if that one cannot be exported, the path that it
     keeps for export. The first failure is the one to tell."""
     detached = tuple(tensor.detach() for tensor in tensors)
-    modes = torch.inference_mode(False), torch.enable_grad()
-    with modes[0], modes[1], torch.random.fork_rng(devices=[]), torch_private.quiet():
+    modes = torch.inference_mode(False), torch.enable_grad(), torch_private.grouped_products_of_any_dtype()
+    with modes[0], modes[1], modes[2], torch.random.fork_rng(devices=[]), torch_private.quiet():
         try:
             return torch.export.export(whole, detached, strict=False)
         except ZBCompileError:
@@ -329,9 +329,12 @@ def _hoist_buffer_writes(graph: Graph, roles: Mapping[str, Role]) -> None:
         uses = [user for user in buffer.users if user is not node]
         if any(viewed_arguments(user) for user in uses):
             continue
-        last = max([new, *uses], key=lambda n: position[n])
+        made: Any = new.args[0] if str(new.target) == "aten.detach.default" and len(new.users) == 1 else new
+        last = max([made, *uses], key=lambda n: position[n])
         if position[last] < position[node] and last.op != "placeholder":
             last.append(node)
+            if made is not new:
+                last.append(new)
 
 
 def _is_pick(node: Node) -> bool:

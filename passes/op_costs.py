@@ -25,7 +25,10 @@ _CONV = (
     "conv_transpose2d",
     "conv_transpose3d",
 )
-_MATMUL = ("mm", "bmm", "matmul", "linear", "addmm", "baddbmm", "mv", "einsum", "bilinear", "addbmm", "dot")
+_MATMUL = (
+    "mm", "bmm", "matmul", "linear", "addmm", "baddbmm", "mv", "einsum", "bilinear", "addbmm", "dot",
+    "_grouped_mm",
+)  # fmt: skip
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell")
 
 

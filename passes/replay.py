@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from zbcompile.passes import torch_private
 from zbcompile.passes.capture import Region
 from zbcompile.passes.custom_functions import FunctionCall, is_function_call
 from zbcompile.passes.recurrent import recurrent
+from zbcompile.passes.tangents import Order, laid_out
 
 __all__ = ["Replay"]
 
@@ -23,10 +25,15 @@ class Replay(nn.Module):
 
     Outputs whose position is not in ``live`` are detached; an output that shares storage with an
     argument or an earlier output is cloned (autograd's tracing loses the gradient of such a pair).
+    Those in ``orders`` are copied into that layout (see `tangents`).
     """
 
     def __init__(
-        self, module: GraphModule, functions: Mapping[int, FunctionCall], live: frozenset[int]
+        self,
+        module: GraphModule,
+        functions: Mapping[int, FunctionCall],
+        live: frozenset[int],
+        orders: Mapping[int, Order] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.graph = module.graph
@@ -35,7 +42,7 @@ class Replay(nn.Module):
             for node in module.graph.nodes
             if node.op == "get_attr"
         }
-        self.live = live
+        self.live, self.orders = live, orders
         self.functions = functions
         self.running: Node | None = None
         """The call that is running: after a failure the one that failed."""
@@ -81,7 +88,8 @@ class Replay(nn.Module):
             if torch_private.storage_key(output) in seen:
                 output = output.clone()
             seen.add(torch_private.storage_key(output))
-            results.append(output)
+            order = self.orders.get(position)
+            results.append(output if order is None else laid_out(output, order))
         return tuple(results)
 
 

@@ -7,8 +7,9 @@ hand per layer, here on the joint graph). What is kept between them is decided i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from zbcompile.passes.simplify import simplify
 from zbcompile.passes.split_errors import explain_split
 from zbcompile.passes.stage_graphs import Graphs, Layout, Port, StageGraphs
 from zbcompile.passes.structural_hash import renamed, structural_hash
+from zbcompile.passes.tangents import Order, copies_removed, order_of_gradient
 from zbcompile.passes.walks import past
 
 __all__ = ["Recompute", "split_backward"]
@@ -94,10 +96,19 @@ def split_backward(
         for i, wire in enumerate(t.source.inputs)
         if i in t.gradient_inputs
     }
-    stages = tuple(renamed(made[t.key][1], made[t.key][0], t.source, captured) for t in traced)
+    stages = [renamed(made[t.key][1], made[t.key][0], t.source, captured) for t in traced]
     for stage in stages:
         _check_gradients(stage, wanted)
-    return stages
+    strides = {port.name: port.grad_stride for stage in stages for port in stage.outputs}
+    return tuple(_with_gradient_strides(stage, strides) for stage in stages)
+
+
+def _with_gradient_strides(stage: StageGraphs, strides: Mapping[str, tuple[int, ...]]) -> StageGraphs:
+    """The stage whose inputs know how their producers want the gradients."""
+    inputs = (
+        replace(port, grad_stride=strides[port.name]) if port.has_gradient else port for port in stage.inputs
+    )
+    return replace(stage, inputs=tuple(inputs))
 
 
 def _check_gradients(stage: StageGraphs, wanted: set[tuple[str, int]]) -> None:
@@ -124,7 +135,7 @@ def _check_recompute(recompute: Recompute) -> None:
 
 def _trace_all(captured: Captured, sources: Sequence[StageSource], share: bool) -> list[_Traced]:
     """Trace in stage order to learn what requires a gradient, then again, from the end, without the
-    outputs that no gradient comes back to."""
+    outputs that no gradient comes back to, and for gradients in the layout in which they come."""
     differentiable: dict[str, bool] = {}
     known: dict[str, _Traced] = {}
     traced = []
@@ -133,17 +144,22 @@ def _trace_all(captured: Captured, sources: Sequence[StageSource], share: bool) 
         traced.append(_trace_once(captured, source, differentiable, live, known, share))
         for position, wire in enumerate(source.outputs):
             differentiable[wire.name] = position in traced[-1].joint.tangents
-    returned: set[str] = set()
+    returned: dict[str, list[Tensor]] = {}
     for index in reversed(range(len(traced))):
         trace = traced[index]
-        live = frozenset(
-            i
-            for i in trace.joint.tangents
-            if trace.source.outputs[i].name in returned or trace.source.outputs[i].is_loss
-        )
-        if live != frozenset(trace.joint.tangents):
-            trace = traced[index] = _trace_once(captured, trace.source, differentiable, live, known, share)
-        returned |= {trace.source.inputs[i].name for i in trace.gradient_inputs}
+        wires = trace.source.outputs
+        live = frozenset(i for i in trace.joint.tangents if wires[i].name in returned or wires[i].is_loss)
+        found = {
+            i: order_of_gradient(node.meta["val"], returned.get(wires[i].name, ()))
+            for i, node in trace.joint.tangents.items()
+        }
+        orders = {i: order for i, order in found.items() if order is not None}
+        if live != frozenset(trace.joint.tangents) or orders:
+            trace = _trace_once(captured, trace.source, differentiable, live, known, share, orders)
+            traced[index] = trace
+        for i in trace.gradient_inputs:
+            made = trace.joint.gradients[trace.num_state + i].meta["val"]
+            returned.setdefault(trace.source.inputs[i].name, []).append(made)
     return traced
 
 
@@ -154,17 +170,24 @@ def _trace_once(
     live: frozenset[int],
     known: dict[str, _Traced],
     share: bool,
+    orders: Mapping[int, Order] = MappingProxyType({}),
 ) -> _Traced:
     """The trace of this stage, or that of an equal stage."""
     needs = [wire.source[0] == "stage" and differentiable[wire.name] for wire in source.inputs]
     key = structural_hash(source, captured, needs, live) if share else f"{source.index} {sorted(live)}"
+    key += str(sorted(orders.items())) if orders else ""
     if key not in known:
-        known[key] = _trace(captured, source, needs, live, key)
+        known[key] = _trace(captured, source, needs, live, key, orders)
     return replace(known[key], source=source)
 
 
 def _trace(
-    captured: Captured, source: StageSource, needs: Sequence[bool], live: frozenset[int], key: str
+    captured: Captured,
+    source: StageSource,
+    needs: Sequence[bool],
+    live: frozenset[int],
+    key: str,
+    orders: Mapping[int, Order],
 ) -> _Traced:
     mode = torch_private.fake_mode()
     holes = list(source.module.graph.find_nodes(op="placeholder"))
@@ -175,7 +198,7 @@ def _trace(
         arguments.append(torch_private.as_fake(mode, value, value.requires_grad, device))
     for hole, need in zip(holes[len(source.roles) :], needs, strict=True):
         arguments.append(torch_private.as_fake(mode, hole.meta["val"], need))
-    replay = Replay(source.module, captured.functions, live)
+    replay = Replay(source.module, captured.functions, live, orders)
     replay.train()
     try:
         with torch_private.preserve_node_meta(), collection_paused():
@@ -189,6 +212,7 @@ def _trace(
         ) from error
     except Exception as error:
         raise explain_split(error, source.index, replay) from error
+    copies_removed(joint, orders)
     parameters = {i for i, role in enumerate(source.roles) if role.kind in ("parameter", "buffer")}
     simplify(joint)
     rewrite_exactly(joint)
@@ -372,11 +396,12 @@ class _StageSplit:
         return _port(wire, value, position in self.traced.gradient_inputs)
 
     def _output_port(self, position: int, wire: Wire) -> Port:
-        has = position in self.joint.tangents
-        value = self.outputs[position].meta["val"]
-        if has:
-            value = self.joint.tangents[position].meta["val"]
-        return replace(_port(wire, value, has))
+        value, tangent = self.outputs[position].meta["val"], self.joint.tangents.get(position)
+        if tangent is None:
+            return _port(wire, value, False)
+        made = tangent.meta["val"]
+        repeats = any(step == 0 and n > 1 for step, n in zip(value.stride(), value.shape, strict=True))
+        return replace(_port(wire, made if repeats else value, True), grad_stride=tuple(made.stride()))
 
 
 def _port(wire: Wire, value: Any, has_gradient: bool) -> Port:

@@ -37,6 +37,7 @@ class Port:
     targets: tuple[int, ...] = ()
     is_result: bool = False
     is_loss: bool = False
+    grad_stride: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -191,8 +192,8 @@ class StageGraphs:
 
 
 def _tangent(port: Port, grad: Tensor | None) -> Tensor:
-    """The incoming gradient with the strides of the traced output; zeros for None."""
-    if grad is not None and grad.stride() == port.stride:
+    """The incoming gradient with the strides that were traced; zeros for None."""
+    if grad is not None and grad.stride() == port.grad_stride:
         return grad
-    dense = torch.zeros(0, dtype=port.dtype, device=port.device).new_empty_strided(port.shape, port.stride)
+    dense = torch.empty_strided(port.shape, port.grad_stride, dtype=port.dtype, device=port.device)
     return dense.zero_() if grad is None else dense.copy_(grad)

@@ -22,6 +22,7 @@ from zbcompile.errors import CaptureError, SplitError
 
 try:
     import torch._functorch.config
+    import torch._meta_registrations
     from torch._functorch._aot_autograd import descriptors
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._ops import OpOverload
@@ -49,6 +50,7 @@ __all__ = [
     "evaluate_fake",
     "fake_mode",
     "functorch_nesting",
+    "grouped_products_of_any_dtype",
     "has_hooks",
     "inductor_compile",
     "is_higher_order",
@@ -136,7 +138,13 @@ def joint_graph(module: nn.Module, arguments: list[Tensor]) -> JointGraph:
 
     No decompositions: only what autograd itself takes apart is taken apart.
     """
-    modes = _resampling_kept_whole(), _checks_without_tokens(), _functorch_levels_kept()
+    modes = (
+        _resampling_kept_whole(),
+        _dropout_as_in_eager(),
+        grouped_products_of_any_dtype(),
+        _checks_without_tokens(),
+        _functorch_levels_kept(),
+    )
     with contextlib.ExitStack() as stack, quiet(), torch.enable_grad():
         for mode in modes:
             stack.enter_context(mode)
@@ -174,6 +182,49 @@ def _resampling_kept_whole() -> Iterator[None]:
         for operator, key, kernel in taken:
             operator.py_kernels[key] = kernel
             operator._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def grouped_products_of_any_dtype() -> Iterator[None]:
+    """Fake tensors take ``grouped_mm`` of every dtype that the kernels take; torch's fake insists on bf16."""
+    module: Any = torch._meta_registrations
+    given = module._meta_grouped_mm_common
+
+    def common(a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, **rest: Any) -> Any:
+        narrow = a.dtype == b.dtype == torch.bfloat16
+        if scale_a is not None or narrow or a.dtype != b.dtype:
+            return given(a, b, scale_a, scale_b, **rest)
+        return module._create_grouped_mm_output_tensor(a, b, rest["offs"], rest["out_dtype"])
+
+    module._meta_grouped_mm_common = common
+    try:
+        yield
+    finally:
+        module._meta_grouped_mm_common = given
+
+
+@contextlib.contextmanager
+def _dropout_as_in_eager() -> Iterator[None]:
+    """Dropout of narrow numbers on the CPU scales the mask first, as eager does, and rounds like it.
+
+    (The fused call, which scales last, gives the same bits in float32 and keeps a mask of bytes.)
+    """
+    operator = torch.ops.aten.dropout.default
+    given = dict(operator.py_kernels)
+    fused: Any = given[torch._C.DispatchKey.Autograd]
+
+    def dropout(x: Tensor, rate: float, train: bool) -> Any:
+        if not train or not 0 < rate < 1 or x.device.type != "cpu" or x.element_size() >= 4:
+            return fused(x, rate, train)
+        return x * torch.empty_like(x).bernoulli_(1 - rate).div_(1 - rate)
+
+    operator.py_kernels.update(dict.fromkeys(given, dropout))
+    operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        operator.py_kernels.update(given)
+        operator._dispatch_cache.clear()
 
 
 @contextlib.contextmanager

@@ -277,14 +277,24 @@ def _untouched(model: nn.Module, batch: Sequence[Tensor]) -> Iterator[Callable[[
     state, on_device = torch.get_rng_state(), [torch.cuda.get_rng_state(d) for d in devices]
 
     def restore() -> None:
+        resized: list[str] = []
         torch.set_rng_state(state)
         for device, value in zip(devices, on_device, strict=True):
             torch.cuda.set_rng_state(value, device)
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 torch_private.set_buffer(module, name, buffer)
+                if buffer.shape != value.shape:
+                    resized.append(f"{type(module).__name__}.{name} {list(value.shape)}")
+                    resized[-1] += f" to {list(buffer.shape)}"
+                    buffer.resize_(value.shape)
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
+        if resized:
+            raise UsageError(
+                f"the forward changes the shape of buffer {resized[0]}",
+                fix="run the model once on the example before it is compiled",
+            )
 
     try:
         yield restore

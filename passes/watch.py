@@ -142,11 +142,12 @@ class Changes:
 
 @contextlib.contextmanager
 def unchanged(root: nn.Module, changes: Changes) -> Iterator[None]:
-    """Refuse a block that counts in a plain attribute or draws random numbers outside of torch.
+    """Refuse a block that counts in a plain attribute, replaces modules or draws random numbers elsewhere.
 
     Raises CaptureError with the module path. Attributes that were given another tensor are noted.
     """
     before = {(path, name): value for path, name, value in _attributes(root)}
+    modules = dict(root.named_modules())
     states = _random_states()
     yield
     for kind, state in _random_states().items():
@@ -154,6 +155,13 @@ def unchanged(root: nn.Module, changes: Changes) -> Iterator[None]:
             raise CaptureError(
                 f"the forward draws or seeds random numbers with {kind}: the graph would repeat the first",
                 fix="draw with torch functions; the pipeline seeds them for every step and microbatch",
+            )
+    for path, module in root.named_modules():
+        if modules.get(path) is not module:
+            raise CaptureError(
+                f"the forward replaces or adds the module {type(module).__name__}",
+                where=path,
+                fix="run the model once on such a batch before it is compiled",
             )
     for path, name, value in _attributes(root):
         old = before.get((path, name))
@@ -187,6 +195,7 @@ def random_kept() -> Iterator[None]:
 def attributes_kept(*roots: nn.Module) -> Iterator[None]:
     """Give all modules below ``roots`` back the attributes that they had."""
     tables = {id(module): vars(module) for root in roots for module in root.modules()}
+    tables |= {id(table["_modules"]): table["_modules"] for table in list(tables.values())}
     before = {key: dict(table) for key, table in tables.items()}
     try:
         yield

@@ -157,6 +157,36 @@ def scripted(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x)
 
 
+def grouped_experts(m: Of, x: Tensor) -> Tensor:
+    """Experts in one product of float32 groups whose sizes depend on data."""
+    x, chosen = m.a(x), m.b(x)[:, :4].argmax(1)
+    order = chosen.argsort(stable=True)
+    ends = F.one_hot(chosen, 4).sum(0).cumsum(0).to(torch.int32)
+    return m.c(F.grouped_mm(x[order], m.experts, offs=ends))
+
+
+class Averages(nn.Module):
+    """Buffers that the forward assigns anew, changes in place and reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(SIZE, SIZE)
+        self.mean, self.last = nn.Buffer(torch.zeros(SIZE)), nn.Buffer(torch.zeros(3, SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x).tanh()
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        with torch.no_grad():
+            self.last[1:] = self.last[:-1].clone()
+            self.last[0] = y.mean(0)
+        return y + self.mean + self.last.mean(0)
+
+
+def narrow() -> nn.Module:
+    parts = (nn.Sequential(nn.Linear(SIZE, SIZE), nn.LayerNorm(SIZE), nn.Dropout(0.1)) for _ in range(3))
+    return nn.Sequential(*parts).bfloat16()
+
+
 def rows(*shape: int) -> Callable[[], Any]:
     return lambda: ((torch.randn(*shape),), {})
 
@@ -206,6 +236,11 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
         ),
         IMAGE,
     ),
+    "dropout in bfloat16": (narrow, lambda: ((torch.randn(6, SIZE, dtype=torch.bfloat16),), {})),
+    "grouped experts": (
+        lambda: Of(grouped_experts, experts=nn.Parameter(torch.randn(4, SIZE, SIZE))), FLAT
+    ),
+    "assigned buffers": (lambda: nn.Sequential(*(Averages() for _ in range(3))), FLAT),
     "einsum attention": (lambda: Of(einsum_attention), SEQUENCE),
     "scans": (lambda: Of(scans), SEQUENCE),
     "complex": (

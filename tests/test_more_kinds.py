@@ -45,6 +45,31 @@ def test_it_equals_autograd_to_the_bit(name: str) -> None:
     assert compare(expected, reference, results, grads, mine).text == "bitwise"
 
 
+def scaled_keys(m: Of, x: Tensor) -> Tensor:
+    """The product with the transposed keys hands their gradient back transposed."""
+    keys = m.b(x) * m.scale + m.shift
+    return m.c((m.a(x) @ keys.transpose(1, 2)).softmax(-1) @ x)
+
+
+def test_gradients_cross_every_cut_in_the_layout_that_they_have_without_it() -> None:
+    model = Of(scaled_keys, scale=nn.Parameter(torch.randn(SIZE)), shift=nn.Parameter(torch.randn(SIZE)))
+    x = torch.randn(2, 5, SIZE)
+    sizes: list[int] = []
+
+    def cut_at(place: int) -> Any:
+        def policy(cuts: Any, _: int) -> Any:
+            sizes.append(len(cuts))
+            return [cuts[place]]
+
+        built = build_stages(model, 2, (x,), loss_fn=loss, split_points=policy)
+        assert verify(model, built, (x,), loss_fn=loss).exact
+        return built
+
+    cut_at(0)
+    ports = [port for place in range(1, sizes[0]) for port in cut_at(place).stages[0].outputs]
+    assert any(port.has_gradient and port.grad_stride != port.stride for port in ports)
+
+
 def test_scripted_functions_are_differentiated() -> None:
     """(Their own optimiser rounds otherwise from its third call on: eager alone is not the same twice.)"""
     model = Of(lambda m, x: m.c(scripted(m.b(scripted(m.a(x))))))
@@ -108,6 +133,11 @@ def drawn(m: Inner, x: Tensor) -> Tensor:
     return x + torch.randn(SIZE, generator=torch.Generator().manual_seed(0))
 
 
+def replaces(m: Inner, x: Tensor) -> Tensor:
+    m.kind = nn.Identity()
+    return m.kind(x)
+
+
 REFUSED: dict[str, tuple[Callable[..., Tensor], type[Exception], tuple[str, ...]]] = {
     "item in a branch": (
         lambda m, x: x if x.sum().item() > 0 else -x, CaptureError, ("tensor data", "Tensor.item", "(inner)")
@@ -151,11 +181,12 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], type[Exception], tuple[str, ...]
         lambda m, x: x + (torch.manual_seed(1) and torch.rand(SIZE)), CaptureError, ("torch.manual_seed",)
     ),
     "a count in an attribute": (counts, CaptureError, ("'count' from 0 to 1", "(inner.count)")),
+    "a new module": (replaces, CaptureError, ("the module Identity (inner.kind)", "run the model once")),
     "a tensor that is read and replaced": (keeps, CaptureError, ("'inner.kept'", "buffer")),
     "a tensor that is changed": (changes, CaptureError, ("'inner.kept' in place", "buffer")),
 }  # fmt: skip
 
-LINELESS = ("a count in an attribute", "Python's random numbers", "seeding")
+LINELESS = ("a count in an attribute", "a new module", "Python's random numbers", "seeding")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -172,6 +203,21 @@ def test_it_is_refused_by_name(name: str) -> None:
         assert word in text, text
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert random.getstate() == seeds[1]
+
+
+def test_a_buffer_of_another_shape_is_told() -> None:
+    """Observers of quantization get their channels at the first call."""
+    from torch.ao.quantization import default_fused_per_channel_wt_fake_quant
+
+    seen = default_fused_per_channel_wt_fake_quant()
+    model = Of(lambda m, x: m.c(F.linear(m.b(x).tanh(), m.seen(m.a.weight))), seen=seen)
+    x = torch.randn(6, SIZE)
+    built = build_stages(model, 2, (x,), loss_fn=loss)
+    with pytest.raises(UsageError, match=r"FakeQuantize.scale \[1\] to \[8\]"):
+        verify(model, built, (x,), loss_fn=loss)
+    assert seen.activation_post_process.min_val.shape == (0,)
+    model(x)
+    assert verify(model, build_stages(model, 2, (x,), loss_fn=loss), (x,), loss_fn=loss).exact
 
 
 def test_a_model_that_fails_by_itself_is_told_so() -> None:

@@ -6,7 +6,7 @@ The front end's ``StageGraphs`` satisfies `RunnableStage`; so do the sleeping st
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -109,7 +109,7 @@ class Wiring:
                 with_gradient = tuple(k for k in positions if stage.inputs[k].has_gradient)
                 if with_gradient:
                     backward_to.append((source, with_gradient))
-                    ports[True, index, source] = tuple(stage.inputs[k] for k in with_gradient)
+                    ports[True, index, source] = tuple(_of_gradient(stage.inputs[k]) for k in with_gradient)
             forward_to, backward_from = [], []
             for target in sorted({t for p in stage.outputs for t in p.targets}):
                 positions = tuple(k for k, p in enumerate(stage.outputs) if target in p.targets)
@@ -134,3 +134,9 @@ class Wiring:
                 )
             )
         return Wiring(tuple(tables), ports)
+
+
+def _of_gradient(port: Any) -> Any:
+    """The port as its gradient lies in memory; stages that tell of no such layout have one for both."""
+    stride = getattr(port, "grad_stride", ())
+    return replace(port, stride=stride) if stride else port
