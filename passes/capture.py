@@ -32,7 +32,7 @@ from zbcompile.passes.custom_functions import FunctionCall, intercepted
 from zbcompile.passes.places import is_own_file, is_torch_file
 from zbcompile.passes.stand_ins import stand_ins
 from zbcompile.passes.values import Spec, flatten, unflatten
-from zbcompile.passes.watch import Changes, Watch, attributes_kept, random_kept, unchanged
+from zbcompile.passes.watch import Changes, Watch, attributes_kept, random_kept, repeated, unchanged
 from zbcompile.passes.with_loss import loss_module, loss_name, with_loss
 
 __all__ = ["Captured", "Region", "Role", "capture"]
@@ -179,7 +179,11 @@ def capture(
         random_kept(),
         collection_paused(),
     ):
-        program = _export(_Whole(model, loss_fn, spec, record, mode), examples)
+
+        def trace() -> Any:
+            return _export(_Whole(model, loss_fn, spec, record, mode), examples)
+
+        program = repeated(whole, record.changes, trace, trace())
     if record.spec is None:
         raise CaptureError(f"the forward of {type(model).__name__} did not return")
     state, names = _canonical(whole)

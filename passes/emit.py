@@ -33,18 +33,20 @@ def boxed(
     outputs: Sequence[Node],
     name: str,
     copies: Collection[Node] = (),
+    draws: Collection[Node] = (),
 ) -> GraphModule:
     """The calls between ``arguments`` and ``outputs`` in their original order, and the checks of their
     results that raise (a singular matrix).
 
-    An output that is one of ``copies`` (an argument that the caller changes afterwards) is cloned.
+    An output that is one of ``copies`` (an argument that the caller changes afterwards) is cloned. ``draws``
+    are made though nothing reads them: they move the random state.
     """
     graph = Graph()
     values: dict[Node, Node] = {}
     for node in arguments:
         values[node] = graph.placeholder(node.name)
         values[node].meta = dict(node.meta)
-    _, calls = leaves([node for node in outputs if node not in values], values)
+    _, calls = leaves([node for node in (*outputs, *draws) if node not in values], values)
     calls |= _checks(module.graph, calls)
     for node in module.graph.nodes:
         if node in calls:

@@ -341,7 +341,14 @@ class _StageSplit:
         module = self.joint.module
         forward_args = [self.joint.arguments[i] for i in range(len(self.traced.values))]
         graphs = Graphs(
-            boxed(module, forward_args, [*self.results, *made], "forward", copies=self._old_buffers()),
+            boxed(
+                module,
+                forward_args,
+                [*self.results, *made],
+                "forward",
+                copies=self._old_buffers(),
+                draws=self._unread_draws(),
+            ),
             boxed(module, input_args, input_outs, "backward_input"),
             boxed(module, weight_args, list(late.values()), "backward_weight"),
             boxed(module, full_args, [*self.input_grads.values(), *grads], "full_backward"),
@@ -379,6 +386,12 @@ class _StageSplit:
     def _kept_argument(self, node: Node) -> bool:
         """Whether the caller's own argument can be kept: not if F changes it."""
         return node in self.arguments and self.arguments[node] not in self.mutated
+
+    def _unread_draws(self) -> list[Node]:
+        """Random draws that nothing reads: without them later masks would differ from eager's."""
+        read = past([*self.results, *self.input_grads.values(), *self.weight_grads.values()])
+        dead = (n for n in self.nodes if n.op == "call_function" and n not in read and n not in self.late)
+        return [node for node in dead if is_random(node)]
 
     def _old_buffers(self) -> list[Node]:
         return [self.joint.arguments[i] for i in self.mutated]

@@ -23,7 +23,7 @@ from zbcompile.errors import CaptureError
 from zbcompile.passes import torch_private
 from zbcompile.passes.places import place_of_caller
 
-__all__ = ["Changes", "Watch", "attributes_kept", "random_kept", "unchanged"]
+__all__ = ["Changes", "Watch", "attributes_kept", "random_kept", "repeated", "unchanged"]
 
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
@@ -134,20 +134,23 @@ def _name(func: Any) -> str:
 
 
 class Changes:
-    """The plain tensors that the forward assigned to attributes: path -> name of the attribute's owner."""
+    """What the forward assigned to attributes: paths of plain tensors, and (path of the module, name) of
+    plain numbers -> the value before and after."""
 
     def __init__(self) -> None:
         self.tensors: set[str] = set()
+        self.numbers: dict[tuple[str, str], tuple[Any, Any]] = {}
 
 
 @contextlib.contextmanager
 def unchanged(root: nn.Module, changes: Changes) -> Iterator[None]:
-    """Refuse a block that counts in a plain attribute, replaces modules or draws random numbers elsewhere.
+    """Refuse a block that replaces modules or draws random numbers outside of torch.
 
-    Raises CaptureError with the module path. Attributes that were given another tensor are noted.
+    Raises CaptureError with the module path. Attributes that were given another tensor or number are noted.
     """
     before = {(path, name): value for path, name, value in _attributes(root)}
     modules = dict(root.named_modules())
+    changes.numbers.clear()
     states = _random_states()
     yield
     for kind, state in _random_states().items():
@@ -171,11 +174,29 @@ def unchanged(root: nn.Module, changes: Changes) -> Iterator[None]:
         if isinstance(value, Tensor):
             changes.tensors.add(where)
         elif isinstance(old, _PLAIN_NUMBERS) and old != value:
-            raise CaptureError(
-                f"the forward changes attribute {name!r} from {old} to {value}: the graph would keep {old}",
-                where=where,
-                fix="count in a buffer, or change it outside of the forward",
-            )
+            changes.numbers[path, name] = (old, value)
+
+
+def repeated(root: nn.Module, changes: Changes, trace: Callable[[], Any], first: Any) -> Any:
+    """``first``, or the second trace of a forward that set plain attributes as it would set them again.
+
+    Raises CaptureError with the module path where the second trace changes them too, or differs.
+    """
+    found = dict(changes.numbers)
+    if not found:
+        return first
+    for (path, name), (_, value) in found.items():
+        setattr(root.get_submodule(path), name, value)
+    second = trace()
+    if not changes.numbers and str(second.graph) == str(first.graph):
+        return second
+    (path, name), (old, value) = next(iter((changes.numbers or found).items()))
+    old, value = found.get((path, name), (old, value))
+    raise CaptureError(
+        f"the forward changes attribute {name!r} from {old} to {value}: the graph would keep {old}",
+        where=f"{path}.{name}".lstrip("."),
+        fix="count in a buffer, or change it outside of the forward",
+    )
 
 
 @contextlib.contextmanager

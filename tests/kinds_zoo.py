@@ -187,6 +187,25 @@ def narrow() -> nn.Module:
     return nn.Sequential(*parts).bfloat16()
 
 
+def unread_draws(m: Of, x: Tensor) -> Tensor:
+    """Masks that nothing reads move the random state; a rate of 1 does not."""
+    x = F.dropout(m.a(x), 0.3)
+    F.dropout(m.a(x), 0.5)
+    return m.c(F.dropout(m.b(x) + F.dropout(x, 1.0), 0.3))
+
+
+class Windowed(nn.Module):
+    """Sets an attribute from the shape of its input, as often as it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.shift = nn.Linear(SIZE, SIZE), 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shift = 0 if x.shape[1] <= 5 else 2
+        return self.inner(x.roll(self.shift, 1)).tanh()
+
+
 def rows(*shape: int) -> Callable[[], Any]:
     return lambda: ((torch.randn(*shape),), {})
 
@@ -240,6 +259,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "grouped experts": (
         lambda: Of(grouped_experts, experts=nn.Parameter(torch.randn(4, SIZE, SIZE))), FLAT
     ),
+    "draws that nothing reads": (lambda: Of(unread_draws), FLAT),
+    "an attribute set from a shape": (lambda: nn.Sequential(Windowed(), Windowed(), Windowed()), SEQUENCE),
     "assigned buffers": (lambda: nn.Sequential(*(Averages() for _ in range(3))), FLAT),
     "einsum attention": (lambda: Of(einsum_attention), SEQUENCE),
     "scans": (lambda: Of(scans), SEQUENCE),
