@@ -37,6 +37,11 @@ _REASONS = (
         "replace it by torch.where or another tensor operation, or by a flag fixed before training",
     ),
     (
+        ("_ctc_loss",),
+        "torch cannot trace ctc_loss: the size of what it keeps depends on the targets",
+        "compute the loss outside of the pipeline, or put it into a torch.autograd.Function",
+    ),
+    (
         ("DynamicOutputShape",),
         "the shape of a result depends on tensor data",
         "give lengths and sizes as Python numbers, or use an operation with a fixed shape",
@@ -50,6 +55,16 @@ _REASONS = (
         ("UncapturedHigherOrderOp",),
         "a call that takes functions (such as torch.cond) cannot be split",
         "use torch.where or a loop in Python, or a choice that is made before training",
+    ),
+    (
+        ("but got FakeTensor", "type must be tuple of ints"),
+        "a size is taken from tensor data",
+        "give lengths and sizes as Python numbers (pad sequences instead of packing them)",
+    ),
+    (
+        ("Couldn't swap",),
+        "a module is moved or cast inside the forward",
+        "call module.to(...) once, before the model is compiled",
     ),
     (
         (_LEFT_THE_GRAPH,),

@@ -214,9 +214,11 @@ def random_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def attributes_kept(*roots: nn.Module) -> Iterator[None]:
-    """Give all modules below ``roots`` back the attributes that they had."""
+    """Give all modules below ``roots`` back the attributes that they had, and those that are dicts (caches,
+    hooks, submodules) their entries."""
     tables = {id(module): vars(module) for root in roots for module in root.modules()}
-    tables |= {id(table["_modules"]): table["_modules"] for table in list(tables.values())}
+    inner = [item for table in tables.values() for item in table.values() if isinstance(item, dict)]
+    tables |= {id(item): item for item in inner}
     before = {key: dict(table) for key, table in tables.items()}
     try:
         yield

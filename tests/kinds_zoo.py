@@ -187,6 +187,24 @@ def narrow() -> nn.Module:
     return nn.Sequential(*parts).bfloat16()
 
 
+class Hooking(nn.Module):
+    """Puts a hook on its layer and fills a cache when it is called for the first time."""
+
+    ready = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.cache = nn.Linear(SIZE, SIZE), dict[str, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.ready = True
+            self.inner.register_forward_hook(lambda layer, args, value: value * 1.5)
+        if "shift" not in self.cache:
+            self.cache["shift"] = torch.arange(SIZE) / SIZE
+        return self.inner(x).tanh() + self.cache["shift"]
+
+
 def unread_draws(m: Of, x: Tensor) -> Tensor:
     """Masks that nothing reads move the random state; a rate of 1 does not."""
     x = F.dropout(m.a(x), 0.3)
@@ -261,6 +279,9 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     ),
     "draws that nothing reads": (lambda: Of(unread_draws), FLAT),
     "an attribute set from a shape": (lambda: nn.Sequential(Windowed(), Windowed(), Windowed()), SEQUENCE),
+    "hooks and caches made at the first call": (
+        lambda: nn.Sequential(Hooking(), Hooking(), Hooking()), FLAT
+    ),
     "assigned buffers": (lambda: nn.Sequential(*(Averages() for _ in range(3))), FLAT),
     "einsum attention": (lambda: Of(einsum_attention), SEQUENCE),
     "scans": (lambda: Of(scans), SEQUENCE),
