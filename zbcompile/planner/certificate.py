@@ -262,12 +262,13 @@ def _cp_sat(
 def _crossing(
     problem: Problem, witness: Witness, out: Derivation, solver: _Solver, solution: Solution | None
 ) -> int:
-    """The crossing bound of one rank: ask its model, on the witness's grid, for anything shorter."""
+    """The crossing bound of one rank or of the chain: ask its model, on its grid, for anything shorter."""
     from zbcompile.planner.crossing import crossing_bound, is_chain
     from zbcompile.planner.flat import Flat
 
     flat, facts = Flat.of(problem).relaxed(), Facts(problem)
-    rank, grid = rank_of(facts, witness), witness.get("grid")
+    rank = None if witness.get("rank", 0) is None else rank_of(facts, witness)
+    grid = witness.get("grid")
     if not is_chain(flat):
         raise refuse("the crossing bound is for a chain with one stage per rank")
     if (
@@ -276,7 +277,7 @@ def _crossing(
         or not all(type(n) is int and n > 0 for n in grid)
     ):
         raise refuse("the witness's grid is no pair of positive whole numbers", given=grid)
-    head = facts.head(rank) if problem.objective == "makespan" else 0
+    head = facts.head(rank) if problem.objective == "makespan" and rank is not None else 0
     wanted = solver.target - head
     if solver.limit <= 0:
         return _without_solver(problem, out, solver)
@@ -292,7 +293,8 @@ def _crossing(
     if head:
         out.add(f"F's before the first F of rank {rank}", head)
     scale = f"{grid[0]}/{grid[1]}" if grid[1] != 1 else f"{grid[0]}"
-    out.add(f"CP-SAT: times in units of {scale} ns, rank {rank} takes no less than {wanted:,} ns", wanted)
+    who = "the chain" if rank is None else f"rank {rank}"
+    out.add(f"CP-SAT: times in units of {scale} ns, {who} takes no less than {wanted:,} ns", wanted)
     return solver.target
 
 

@@ -18,7 +18,7 @@ from zbcompile.planner.evaluate import evaluate
 from zbcompile.planner.flat import B, Codes, F, Flat, W
 from zbcompile.planner.paths import NO_PATH, Paths
 
-__all__ = ["ExactResult", "refute", "solve_exact", "split_is_exact"]
+__all__ = ["ExactResult", "exact_unit", "refute", "solve_exact", "split_is_exact"]
 
 Op = tuple[int, int, int]
 
@@ -40,14 +40,19 @@ def split_is_exact(flat: Flat) -> bool:
     return (relaxed.backward, relaxed.weight, relaxed.pending) == (flat.backward, flat.weight, flat.pending)
 
 
+def exact_unit(flat: Flat) -> int:
+    """The largest time in ns that divides all times and lags."""
+    lags = [lag for rows in (flat.forward_from, flat.backward_from) for row in rows for _, lag in row]
+    return math.gcd(*flat.forward, *flat.backward, *flat.weight, *lags) or 1
+
+
 class _Model:
     """Builds the model once; ``unit`` is the largest time that divides all times."""
 
     def __init__(self, flat: Flat, horizon: int, lower: int) -> None:
         self.flat, self.paths = flat, Paths.of(flat)
         self.times = (flat.forward, flat.backward, flat.weight)
-        lags = [lag for rows in (flat.forward_from, flat.backward_from) for row in rows for _, lag in row]
-        self.unit = math.gcd(*flat.forward, *flat.backward, *flat.weight, *lags) or 1
+        self.unit = exact_unit(flat)
         self.model = cp_model.CpModel()
         self.horizon = -(-horizon // self.unit)
         self.start = {op: self._start_variable(op) for op in self._ops()}

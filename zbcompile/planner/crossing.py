@@ -1,5 +1,7 @@
 """The crossing bound: what the forward and the backward wave cost each other when memory is short.
 
+(The models are in `zbcompile.planner.crossing_model`.)
+
 One rank d of a chain with one stage per rank, the stages d..S-1 from it on. With
 dn[j] = sum over d <= r < j of (TF_r + c) and up[j] = sum over d < r <= j of (TB_r + c), let
 phi_i = F_i(S-1) - F_i(d) - dn[S-1] and beta_i = B_i(d) - up[S-1] - B_i(S-1) be how late
@@ -23,29 +25,42 @@ before it by the lag, which changes no span, and one lag of twice the size survi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from ortools.sat.python import cp_model
 
-from zbcompile.planner.flat import Flat, is_chain
+from zbcompile.planner.crossing_model import OneRank, WholeChain
+from zbcompile.planner.flat import Codes, Flat, is_chain
 from zbcompile.planner.paths import Paths
 from zbcompile.planner.windows import window_chain
 
-__all__ = ["Crossing", "crossing_bound", "grids", "is_chain", "scaled", "shifted"]
+__all__ = [
+    "Crossing",
+    "crossing_bound",
+    "grids",
+    "is_chain",
+    "most_likely_ranks",
+    "rounding_loss",
+    "scaled",
+    "shifted",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A proved lower bound in ns, with the rank and the grid it was proved on."""
+    """A proved lower bound in ns, with the rank (``None``: the whole chain) and the grid it was proved on.
+
+    codes : an order that is best on the grid, if the whole chain was asked and one was found.
+    """
 
     value_ns: int
-    rank: int
+    rank: int | None
     grid: Fraction
     units: int
     closed: bool
     seconds: float
+    codes: Codes | None = None
 
 
 def shifted(flat: Flat) -> Flat:
@@ -80,22 +95,32 @@ def scaled(flat: Flat, grid: Fraction) -> Flat:
     )
 
 
+def _all_times(flat: Flat) -> list[int]:
+    lags = [lag for rows in (flat.forward_from, flat.backward_from) for row in rows for _, lag in row]
+    return [t for t in (*flat.forward, *flat.backward, *flat.weight, *lags) if t]
+
+
+def _lost(ways: list[int], grid: Fraction) -> Fraction:
+    return sum((t - int(t / grid) * grid for t in ways), Fraction(0))
+
+
+def rounding_loss(flat: Flat, grid: Fraction) -> float:
+    """Share of all times and lags of a chain that `scaled` loses after `shifted`."""
+    ways = _all_times(shifted(flat))
+    return float(_lost(ways, grid) / max(1, sum(ways)))
+
+
 def grids(flat: Flat, finest: int) -> list[Fraction]:
     """Grids to try, coarse to fine: for every doubling of the units of the longest time, the one
     that loses least of all times and lags to rounding; a finer grid must lose less.
     """
-    lags = [lag for rows in (flat.forward_from, flat.backward_from) for row in rows for _, lag in row]
-    ways = [t for t in (*flat.forward, *flat.backward, *flat.weight, *lags) if t]
+    ways = _all_times(flat)
     longest = max(ways, default=0)
     candidates = {Fraction(t, n) for t in sorted(set(ways))[-12:] for n in range(1, finest + 1)}
     chosen: list[Fraction] = []
     least, most = Fraction(sum(ways) + 1), 3
     while longest and most <= finest:
-        scored = [
-            (sum((t - int(t / g) * g for t in ways), Fraction(0)), -g)
-            for g in candidates
-            if longest / g <= most
-        ]
+        scored = [(_lost(ways, g), -g) for g in candidates if longest / g <= most]
         if scored and min(scored)[0] < least:
             least = min(scored)[0]
             chosen.append(-min(scored)[1])
@@ -103,153 +128,43 @@ def grids(flat: Flat, finest: int) -> list[Fraction]:
     return chosen
 
 
-class _OneRank:
-    """The model of rank d on whole-number times."""
-
-    def __init__(self, flat: Flat, rank: int, lower: int, upper: int) -> None:
-        self.flat, self.d, self.m = flat, rank, flat.num_microbatches
-        self.model = cp_model.CpModel()
-        self.horizon = upper
-        self.trip = Paths.of(flat).f_to_b(rank, rank)
-        saved, room = flat.saved[rank], flat.room[rank]
-        self.fits = self.m if saved == 0 else min(self.m, room // saved)
-        span = range(self.m)
-        new = self.model.new_int_var
-        self.f = [new(0, upper, f"f{i}") for i in span]
-        self.b = [new(0, upper, f"b{i}") for i in span]
-        self.w = [new(0, upper, f"w{i}") for i in span]
-        self.phi = [new(0, upper, f"phi{i}") for i in span]
-        self.beta = [new(0, upper, f"beta{i}") for i in span]
-        self.order: dict[tuple[str, int, int], cp_model.IntVar] = {}
-        self.value = new(max(0, lower), upper, "value")
-        self._rank_rules()
-        self._memory()
-        self._crossings()
-        self.model.add(self.f[0] == 0)
-        self.model.add(self.value == self.w[-1] + flat.weight[rank])
-        self.model.minimize(self.value)
-
-    def _rank_rules(self) -> None:
-        flat, d, add = self.flat, self.d, self.model.add
-        rows = ((self.f, flat.forward[d]), (self.b, flat.backward[d]), (self.w, flat.weight[d]))
-        intervals: list[cp_model.IntervalVar] = []
-        for starts, length in rows:
-            for before, after in zip(starts, starts[1:], strict=False):
-                add(after >= before + length)
-            intervals.extend(self.model.new_fixed_size_interval_var(x, length, "i") for x in starts)
-        self.model.add_no_overlap(intervals)
-        for i in range(self.m):
-            add(self.b[i] - self.f[i] >= self.trip + self.phi[i] + self.beta[i])
-            add(self.w[i] >= self.b[i] + flat.backward[d])
-
-    def _before(self, kind: str, k: int, i: int) -> cp_model.IntVar:
-        """A literal: B_k (or W_k) ends before F_i starts; its negation: the other way round."""
-        if (kind, k, i) not in self.order:
-            literal = self.model.new_bool_var(f"{kind}{k}<f{i}")
-            starts = self.b if kind == "b" else self.w
-            length = self.flat.backward[self.d] if kind == "b" else self.flat.weight[self.d]
-            self.model.add(self.f[i] >= starts[k] + length).only_enforce_if(literal)
-            self.model.add(starts[k] >= self.f[i] + self.flat.forward[self.d]).only_enforce_if(~literal)
-            self.order[kind, k, i] = literal
-        return self.order[kind, k, i]
-
-    def _memory(self) -> None:
-        flat, d = self.flat, self.d
-        saved, pending, room = flat.saved[d], flat.pending[d], flat.room[d]
-        back, weight = flat.backward[d], flat.weight[d]
-        extra = min(weight, back) if self.fits * saved + pending > room else 0
-        for i in range(self.m):
-            if i >= self.fits:
-                self.model.add(self.f[i] >= self.b[i - self.fits] + back + extra)
-            held = (i + 1) * saved
-            if held <= room:
-                continue
-            freed = [(saved - pending) * self._before("b", k, i) for k in range(i)]
-            freed += [pending * self._before("w", k, i) for k in range(i)]
-            self.model.add(sum(freed) >= held - room)
-        for (kind, k, i), literal in list(self.order.items()):
-            for other in ((kind, k - 1, i), (kind, k, i + 1), ("b", k, i)):
-                if other in self.order and other != (kind, k, i):
-                    self.model.add_implication(literal, self.order[other])
-
-    def _crossings(self) -> None:
-        flat, d, last = self.flat, self.d, self.flat.num_stages - 1
-        down, up = {d: 0}, {d: 0}
-        for r in range(d, last):
-            down[r + 1] = down[r] + flat.forward[r] + flat.forward_from[r + 1][0][1]
-            up[r + 1] = up[r] + flat.backward[r + 1] + flat.backward_from[r][0][1]
-        for i in range(self.m):
-            for k in range(max(0, i - self.fits + 1), i):
-                behind = self._before("b", k, i)
-                places = []
-                away = self.b[k] - self.f[i]
-                for j in range(d, last + 1):
-                    here = self.model.new_bool_var("x")
-                    self.model.add(away >= up[j] + down[j] + flat.forward[j]).only_enforce_if(here)
-                    if j < last:
-                        most = up[j + 1] + down[j + 1] - flat.backward[j + 1]
-                        self.model.add(away <= most + self.phi[i] + self.beta[k]).only_enforce_if(here)
-                    places.append(here)
-                self.model.add_bool_or([behind, *places])
-
-    def solve(self, time_limit_s: float, seed: int) -> tuple[int, bool, float]:
-        """(lower bound in units, whether the optimum was reached, seconds)."""
-        solver = cp_model.CpSolver()
-        solver.parameters.num_workers = 1
-        solver.parameters.random_seed = seed
-        # From below, value by value: what a bound needs. Found to prove more in the same time.
-        solver.parameters.use_objective_lb_search = True
-        solver.parameters.linearization_level = 2
-        solver.parameters.max_time_in_seconds = max(0.05, time_limit_s)
-        status = solver.solve(self.model)
-        if status == cp_model.INFEASIBLE:
-            return self.horizon + 1, True, solver.wall_time
-        bound = math.ceil(solver.best_objective_bound - 1e-6)
-        return bound, status == cp_model.OPTIMAL, solver.wall_time
-
-
 def crossing_bound(
     flat: Flat,
-    rank: int,
+    rank: int | None,
     grid: Fraction,
     *,
     upper_ns: int,
     time_limit_s: float,
     seed: int = 0,
     known_ns: int = 0,
+    solver: cp_model.CpSolver | None = None,
 ) -> Crossing:
     """Bound the span of ``rank`` from below on a grid; never more than ``upper_ns``, a known value.
 
-    ``flat`` has `Flat.relaxed` costs and is a chain. The model only asks for less than ``upper_ns``:
-    if it has no solution, the known value is proved. known_ns : a bound already proved; an order of
-    the model can always be drawn out to it, so nothing is lost by asking for no less.
+    rank : ``None`` asks for the whole chain: its objective, and an order. ``flat`` has `Flat.relaxed` costs
+    and is a chain. The model only asks for less than ``upper_ns``: if it has no solution, the known value
+    is proved. known_ns : a bound already proved; an order of the model can always be drawn out to it, so
+    nothing is lost by asking for no less. solver : to be stopped from another thread.
     """
-    coarse = scaled(shifted(flat), grid)
+    steady = rank is None and flat.objective == "makespan"
+    coarse, d = scaled(flat if steady else shifted(flat), grid), rank or 0
     upper = math.ceil(upper_ns / grid) - 1
     paths = Paths.of(coarse)
-    lower = coarse.work(rank) + window_chain(coarse, paths.f_to_b(rank, rank), rank).idle_ns
+    lower = coarse.work(d) + window_chain(coarse, paths.f_to_b(d, d), d).idle_ns
     if lower > upper:
         return Crossing(upper_ns, rank, grid, lower, True, 0.0)
     lower = min(upper, max(lower, int(known_ns / grid)))
-    units, closed, seconds = _OneRank(coarse, rank, lower, upper).solve(time_limit_s, seed)
-    units = max(units, lower)
-    value = upper_ns if units > upper else math.ceil(units * grid)
-    return Crossing(min(value, upper_ns), rank, grid, units, closed, seconds)
+    model = WholeChain(coarse, lower, upper) if rank is None else OneRank(coarse, rank, lower, upper)
+    found = model.solve(solver or cp_model.CpSolver(), time_limit_s, seed)
+    units = max(found.units, lower)
+    value = upper_ns if units > upper else min(upper_ns, math.ceil(units * grid))
+    return Crossing(value, rank, grid, units, found.closed, found.seconds, found.codes)
 
 
-def candidates(flat: Flat, finest: int) -> Iterator[tuple[int, Fraction]]:
-    """(rank, grid) pairs worth trying, grids from coarse to fine.
-
-    The ranks with the highest window bound come first; the last rank, which waits for nobody, never.
-    """
+def most_likely_ranks(flat: Flat) -> list[int]:
+    """Ranks by their window bound, highest first; the last rank, which waits for nobody, never."""
     paths = Paths.of(flat)
-    ranks = sorted(
+    return sorted(
         range(max(1, flat.num_ranks - 1)),
         key=lambda d: (-flat.work(d) - window_chain(flat, paths.f_to_b(d, d), d).idle_ns, d),
     )
-    chosen = grids(shifted(flat), finest)
-    for grid in chosen:
-        yield ranks[0], grid
-    for grid in chosen:
-        for rank in ranks[1:3]:
-            yield rank, grid

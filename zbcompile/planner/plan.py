@@ -12,7 +12,7 @@ from zbcompile.planner.flat import check_caps
 from zbcompile.planner.fuse import fusing_tries, improve_fusing
 from zbcompile.planner.holding import holding_bound
 from zbcompile.planner.merged import merged, taken_apart
-from zbcompile.planner.proofs import EXACT_ACTIONS, crossing_applies, prove_crossing, prove_exact
+from zbcompile.planner.proofs import EXACT_ACTIONS, crossing_applies, glance, prove_crossing, prove_exact
 from zbcompile.planner.search import Effort, Search, improve, pattern_orders
 from zbcompile.planner.seeds import try_classic, try_list_schedules
 from zbcompile.planner.state import Best, Progress
@@ -74,7 +74,7 @@ def plan(
         if fuse == "auto":
             share = 0.3 if problem.transport == "async" else 0.9
             improve_fusing(best, tries=fusing_tries(actions) * level, seed=seed, share=share)
-        if actions <= EXACT_ACTIONS // 2:
+        if actions <= EXACT_ACTIONS // 2 and not crossing_applies(best):
             prove_exact(best, seed, time_limit_s / 4)
         search(best, seed, time_limit_s)
         if fuse == "auto" and problem.transport == "async":
@@ -124,9 +124,9 @@ def search(best: Best, seed: int, time_limit_s: float) -> None:
         _plan_short(best, seed, level)
     run = Search(best, Effort.of(flat, level), seed)
     run.start([codes for _, codes in best.pool])
-    prove_crossing(best, seed, time_limit_s / 4)
-    run.anneal(reserve_s=0.4 * time_limit_s if crossing_applies(best) else 0.0)
-    prove_crossing(best, seed, time_limit_s)
+    glance(best, seed, time_limit_s / 12)
+    run.anneal(reserve_s=0.8 * time_limit_s if crossing_applies(best) else 0.0)
+    prove_crossing(best, seed)
 
 
 def _plan_short(best: Best, seed: int, level: int) -> None:

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import queue
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+
+from ortools.sat.python import cp_model
+
+from zbcompile.planner.anneal import Annealer
 from zbcompile.planner.bounds import Bound
-from zbcompile.planner.cpsat import solve_exact, split_is_exact
-from zbcompile.planner.crossing import candidates, crossing_bound
-from zbcompile.planner.flat import BW, is_chain
+from zbcompile.planner.cpsat import exact_unit, solve_exact, split_is_exact
+from zbcompile.planner.crossing import crossing_bound, grids, most_likely_ranks, rounding_loss, shifted
+from zbcompile.planner.flat import BW, Codes, is_chain
 from zbcompile.planner.paths import Paths
 from zbcompile.planner.state import Best
 
-__all__ = ["EXACT_ACTIONS", "crossing_applies", "prove_crossing", "prove_exact"]
+__all__ = ["EXACT_ACTIONS", "crossing_applies", "glance", "prove_crossing", "prove_exact"]
 
 EXACT_ACTIONS = 400
 """Most actions for which the exact model is worth building."""
 
 CROSSING_MICROBATCHES = 48
 """Most microbatches for which the crossing model is worth building."""
+
+WHOLE_CHAIN = 300
+"""Most ranks times microbatches for which the whole chain is worth asking for."""
+
+FINEST_GRID = 96
+"""Units of the longest time on the finest grid."""
+
+CLOSE_LOSS = 0.01
+"""Share of the times that a grid may lose to rounding: its bound loses as much, and its orders may."""
+
+TRIES = 20_000
+"""Annealing tries from an order of the whole chain, whose times were rounded."""
+
+MOMENT_S = 0.05
+"""Less time than this is not worth a question."""
 
 
 def prove_exact(best: Best, seed: int, time_limit_s: float) -> None:
@@ -50,33 +74,127 @@ def crossing_applies(best: Best) -> bool:
     """One stage per rank, not too many microbatches, and at most the memory of p microbatches."""
     flat = best.flat
     return (
-        is_chain(flat)
+        best.problem.transport == "async"
+        and is_chain(flat)
         and flat.num_microbatches <= CROSSING_MICROBATCHES
         and min(flat.room[r] // max(1, flat.saved[r]) for r in range(flat.num_ranks)) <= flat.num_ranks
     )
 
 
-def prove_crossing(best: Best, seed: int, time_limit_s: float, finest: int = 96) -> None:
-    """Raise the bound by the crossing model of single ranks, on grids from coarse to fine."""
-    flat = best.flat.relaxed()
+def glance(best: Best, seed: int, time_limit_s: float) -> None:
+    """The crossing bound of the most likely rank on the coarsest grid: seconds that may end the search."""
     if best.done or best.value is None or not crossing_applies(best):
         return
-    paths = Paths.of(flat)
-    end = best.seconds_left - min(time_limit_s, best.seconds_left)
-    for rank, grid in candidates(flat, finest):
-        left = best.seconds_left - end
-        if best.done or left <= 0.05:
+    lane = _Lane(best, seed, min(time_limit_s, best.seconds_left))
+    best.raise_bound(lane.ask(lane.likely[0], lane.grids[0], time_limit_s)[0])
+
+
+def prove_crossing(best: Best, seed: int) -> None:
+    """Use the time that is left for the crossing models: single ranks beside the whole chain.
+
+    Two lanes of questions, each in a thread of its own (CP-SAT releases Python's lock). A lane starts from
+    what is known now and builds on its own answers alone, so that what comes out does not hang on
+    which of them is faster.
+    """
+    if best.done or best.value is None or not crossing_applies(best):
+        return
+    answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+    lanes = [_Lane(best, seed, best.seconds_left) for _ in range(2)]
+    asked = [lanes[0].single_ranks(), lanes[1].whole_chain()]
+
+    def work(questions: Iterator[Answer]) -> None:
+        try:
+            for answer in questions:
+                answers.put(answer)
+        finally:
+            answers.put(None)
+
+    with ThreadPoolExecutor(len(lanes)) as threads:
+        running = [threads.submit(work, questions) for questions in asked]
+        try:
+            open_lanes = len(lanes)
+            while open_lanes:
+                answer = answers.get()
+                if answer is None:
+                    open_lanes -= 1
+                    continue
+                bound, orders = answer
+                for codes in orders:
+                    best.offer(codes, "cp_sat")
+                best.raise_bound(bound)
+                if best.proved:
+                    break
+        finally:
+            for lane in lanes:
+                lane.stop()
+    for future in running:
+        future.result()
+
+
+Answer = tuple[Bound, list[Codes]]
+
+
+class _Lane:
+    """Questions to the crossing models, one after the other, each with the answers before it as known."""
+
+    def __init__(self, best: Best, seed: int, seconds: float) -> None:
+        assert best.value is not None
+        self.flat, self.real, self.seed = best.flat.relaxed(), best.flat, seed
+        self.end = time.monotonic() + seconds
+        self.value, self.known = best.value, best.bound.value_ns
+        self.head = Paths.of(self.flat).head
+        self.likely = most_likely_ranks(self.flat)
+        self.grids = grids(shifted(self.flat), FINEST_GRID)
+        self.solver: cp_model.CpSolver | None = None
+        self.stopped = False
+
+    @property
+    def left(self) -> float:
+        """Seconds that this lane may still use."""
+        return 0.0 if self.stopped or self.known >= self.value else self.end - time.monotonic()
+
+    def stop(self) -> None:
+        """End the question that is being asked, from another thread, and ask no more."""
+        self.stopped = True
+        solver = self.solver
+        if solver is not None:
+            solver.stop_search()
+
+    def single_ranks(self) -> Iterator[Answer]:
+        """The most likely rank on the finest grid; if that ends before the time does, the whole chain there,
+        or two other ranks where the chain is too long."""
+        whole = self.flat.num_ranks * self.flat.num_microbatches <= WHOLE_CHAIN
+        for rank in [self.likely[0], *([None] if whole else self.likely[1:3])]:
+            if self.left > MOMENT_S:
+                yield self.ask(rank, self.grids[-1], self.left)
+
+    def whole_chain(self) -> Iterator[Answer]:
+        """The whole chain on grids that are close enough to the times, at last on the times themselves."""
+        flat = self.flat
+        if flat.num_ranks * flat.num_microbatches > WHOLE_CHAIN:
             return
-        head = paths.head[rank] if flat.objective == "makespan" else 0
+        exact = Fraction(exact_unit(flat))
+        close = [g for g in self.grids if rounding_loss(flat, g) <= CLOSE_LOSS] or self.grids[-1:]
+        for grid in [*(g for g in close if g > exact), exact]:
+            if self.left > MOMENT_S:
+                yield self.ask(None, grid, self.left)
+
+    def ask(self, rank: int | None, grid: Fraction, seconds: float) -> Answer:
+        """One question; its bound, and for the whole chain its order, as found and annealed."""
+        head = self.head[rank] if rank is not None and self.flat.objective == "makespan" else 0
+        self.solver = cp_model.CpSolver()
         found = crossing_bound(
-            flat,
+            self.flat,
             rank,
             grid,
-            upper_ns=best.value - head,
-            time_limit_s=max(left / 3, min(left, 2.0)),
-            seed=seed,
-            known_ns=max(0, best.bound.value_ns - head),
+            upper_ns=self.value - head,
+            time_limit_s=seconds,
+            seed=self.seed,
+            known_ns=max(0, self.known - head),
+            solver=self.solver,
         )
+        self.solver = None
+        self.known = max(self.known, head + found.value_ns)
         witness = {
             "solver": "CP-SAT",
             "rank": rank,
@@ -84,4 +202,11 @@ def prove_crossing(best: Best, seed: int, time_limit_s: float, finest: int = 96)
             "grid": [grid.numerator, grid.denominator],
             "units": found.units,
         }
-        best.raise_bound(Bound(head + found.value_ns, "crossing", flat.objective, witness))
+        orders: list[Codes] = []
+        if found.codes is not None:
+            annealer = Annealer(self.real)
+            if annealer.score(found.codes) is not None:
+                orders = [found.codes, annealer.run(found.codes, TRIES, seed=self.seed + 1, goal=self.known)]
+                scores = [annealer.score(codes) for codes in orders]
+                self.value = min(self.value, *(score[0] for score in scores if score is not None))
+        return Bound(head + found.value_ns, "crossing", self.flat.objective, witness), orders
