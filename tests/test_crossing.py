@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from fractions import Fraction
 
 import pytest
 
 from tests.planner_cases import random_problem
+from zbcompile.check import check
 from zbcompile.costs import Edge, Profile, StageCost
 from zbcompile.ir import Placement
 from zbcompile.planner.bounds import best_bound
+from zbcompile.planner.certificate import verify_certificate
 from zbcompile.planner.cpsat import solve_exact
-from zbcompile.planner.crossing import crossing_bound, grids, scaled
+from zbcompile.planner.crossing import crossing_bound, grids, scaled, shifted
+from zbcompile.planner.evaluate import fits, value_of
 from zbcompile.planner.flat import Flat, is_chain, least_room
-from zbcompile.planner.plan import plan
+from zbcompile.planner.plan import Progress, plan
 from zbcompile.problem import Problem
 
 
@@ -57,6 +62,27 @@ def test_never_above_the_optimum(block: int) -> None:
     assert stronger >= 1
 
 
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_the_whole_chain_is_exact(objective: str) -> None:
+    """On the times themselves the optimum and an order that has it; on a coarser grid never above it."""
+    for k in range(25):
+        rng = random.Random(20_000 + k)
+        ranks = rng.randint(2, 4)
+        problem = short_of_memory(rng, ranks, rng.randint(2, 5 if ranks < 4 else 4))
+        flat = Flat.of(problem.with_(objective=objective)).relaxed()
+        exact = solve_exact(flat, lower=0, time_limit_s=20)
+        assert exact.proved
+        whole = crossing_bound(flat, None, Fraction(1), upper_ns=2 * exact.bound_ns, time_limit_s=20)
+        assert (whole.value_ns, whole.closed) == (exact.bound_ns, True), problem
+        assert whole.codes is not None
+        assert fits(flat, whole.codes)
+        assert value_of(flat, whole.codes) == exact.bound_ns
+        coarse = crossing_bound(flat, None, Fraction(3, 2), upper_ns=2 * exact.bound_ns, time_limit_s=20)
+        assert coarse.value_ns <= exact.bound_ns
+        proved = crossing_bound(flat, None, Fraction(1), upper_ns=exact.bound_ns, time_limit_s=20)
+        assert (proved.value_ns, proved.codes) == (exact.bound_ns, None)
+
+
 def test_a_known_value_is_proved_when_nothing_shorter_exists() -> None:
     """p = 4, m = 8, times 3:3:2, memory of 3 microbatches: 88 is optimal, the analytic bound says 86."""
     problem = Problem.of(Profile.uniform(StageCost.simple(3, 3, 2), 4), None, 8, 6)
@@ -81,6 +107,45 @@ def test_only_plain_chains_qualify() -> None:
     skip = Profile((stage,) * 3, (Edge(0, 1), Edge(1, 2), Edge(0, 2)))
     assert not is_chain(Flat.of(Problem.of(skip, None, 2)))
     assert not is_chain(Flat.of(Problem.of(Profile.uniform(stage, 4), Placement.v(2), 2)))
+
+
+def paper_stages(microbatches: int) -> Problem:
+    """Four ranks of the 1.5B profile (arXiv 2401.10241) with three quarters of the memory of 1F1B."""
+    stage = StageCost.simple(18_522_000, 18_086_000, 9_337_000, 201_216, 73_728)
+    return Problem.of(Profile.uniform(stage, 4, 601_000), None, microbatches, 3 * 201_216)
+
+
+def test_the_whole_chain_proves_what_single_ranks_do_not() -> None:
+    problem = paper_stages(8)
+    flat = Flat.of(problem)
+    first, second = (plan(problem, time_limit_s=100) for _ in range(2))
+    assert first.certificate.is_optimal
+    assert first.certificate.witness["rank"] is None
+    assert verify_certificate(first, time_limit_s=60).proved
+    assert first == second
+    value = first.certificate.value_ns
+    for rank in range(3):
+        alone = crossing_bound(flat, rank, grids(shifted(flat), 96)[-1], upper_ns=value, time_limit_s=60)
+        assert alone.closed
+        assert alone.value_ns < value
+
+
+def test_an_interrupt_while_the_models_are_asked_keeps_the_best_order() -> None:
+    """Ctrl-C at the first answer: both threads end, and the order stays."""
+    lines: list[Progress] = []
+
+    def interrupt(progress: Progress) -> None:
+        lines.append(progress)
+        if progress.step == "crossing" and lines[0].step != progress.step:
+            raise KeyboardInterrupt
+
+    problem = paper_stages(16)
+    begin = time.monotonic()
+    solution = plan(problem, time_limit_s=90, observer=interrupt)
+    check(solution.schedule, problem)
+    assert time.monotonic() - begin < 80
+    assert threading.active_count() == 1
+    assert lines[-2 if lines[-1].step == "interrupted" else -1].best_ns == solution.certificate.value_ns
 
 
 def test_plan_proves_by_the_crossing_bound() -> None:
