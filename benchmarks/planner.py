@@ -139,7 +139,7 @@ def v(first: int, count: int) -> None:
     """V placement at the memory of the peer's own order, span and makespan.
 
     A row that is still longer than the peer's (V-Min at p = 8: not shorter by 8 %), or has a gap above 1 %
-    (makespan at cap p), is planned again with a minute; the line printed is that of the last plan, with its seconds.
+    (makespan at cap p), is planned again with a minute; the line printed is that of the last plan.
     """
     longer, gaps = [], []
     for row, name in list(v_rows())[first : first + count]:
