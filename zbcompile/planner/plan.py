@@ -12,7 +12,14 @@ from zbcompile.planner.flat import check_caps
 from zbcompile.planner.fuse import fusing_tries, improve_fusing
 from zbcompile.planner.holding import holding_bound
 from zbcompile.planner.merged import merged, taken_apart
-from zbcompile.planner.proofs import EXACT_ACTIONS, crossing_applies, glance, prove_crossing, prove_exact
+from zbcompile.planner.proofs import (
+    EXACT_ACTIONS,
+    crossing_applies,
+    glance,
+    proof_share,
+    prove_crossing,
+    prove_exact,
+)
 from zbcompile.planner.search import Effort, Search, improve, pattern_orders
 from zbcompile.planner.seeds import try_classic, try_list_schedules
 from zbcompile.planner.state import Best, Progress
@@ -125,7 +132,7 @@ def search(best: Best, seed: int, time_limit_s: float) -> None:
     run = Search(best, Effort.of(flat, level), seed)
     run.start([codes for _, codes in best.pool])
     glance(best, seed, time_limit_s / 12)
-    run.anneal(reserve_s=0.8 * time_limit_s if crossing_applies(best) else 0.0)
+    run.anneal(reserve_s=time_limit_s * proof_share(best, time_limit_s))
     prove_crossing(best, seed)
 
 

@@ -17,6 +17,7 @@ from zbcompile.planner.blocks import block_order
 from zbcompile.planner.dispatch import Dispatcher
 from zbcompile.planner.flat import Codes, Flat, is_chain
 from zbcompile.planner.offsets import Pattern, mutate, standard_patterns, waves_of
+from zbcompile.planner.reweave import rewoven
 from zbcompile.planner.state import Best
 from zbcompile.planner.tables import HAVE_NUMBA, unpack
 
@@ -125,7 +126,9 @@ def pattern_orders(best: Best, annealer: Annealer, effort: Effort, rng: random.R
     if several and best.seconds_left > 0:
         found = block_orders(best.flat, annealer, effort.blocks, rng)
     dispatcher, slots = Dispatcher(best.flat), 3 * -(-best.flat.num_stages // best.flat.num_ranks)
-    for period in (slots, slots + 2, slots + 3, slots + 2, slots + 3, slots) if several else (slots, 2 * slots):
+    for period in (
+        (slots, slots + 2, slots + 3, slots + 2, slots + 3, slots) if several else (slots, 2 * slots)
+    ):
         own = random.Random(rng.random())
         if best.seconds_left > 0:
             found += dispatched_orders(best.flat, annealer, dispatcher, effort.dispatches, period, own)
@@ -143,11 +146,25 @@ class Search:
     def start(self, seeds: list[Codes]) -> None:
         """Take the best of the orders given and of those that patterns make."""
         found = _distinct(_scored(self.annealer, seeds))[:4]
+        found += self._rewoven([codes for _, _, codes in found])
         found += pattern_orders(self.best, self.annealer, self.effort, random.Random(self.seed))
         pool = _distinct(found)[: self.effort.seeds]
         self.pool = [e for k, e in enumerate(pool) if k < 3 or e[0] <= _HOPELESS * pool[0][0]]
         for _, _, codes in self.pool:
             self.best.offer(codes, "pattern")
+
+    def _rewoven(self, orders: list[Codes]) -> list[Scored]:
+        """Orders of several stages per rank with their actions placed anew (`reweave`)."""
+        found: list[Scored] = []
+        flat, tries = self.best.flat, self.effort.dispatches // 2
+        if is_chain(flat):
+            return found
+        dispatcher = Dispatcher(flat)
+        for k, codes in enumerate(orders):
+            if self.best.seconds_left > 0:
+                rng = random.Random(self.seed + k)
+                found += rewoven(flat, codes, self.annealer, dispatcher, tries, rng)
+        return found
 
     def anneal(self, reserve_s: float = 0.0) -> None:
         """Anneal every order; the better third goes on with three times the tries; the last two rounds
