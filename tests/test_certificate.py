@@ -157,6 +157,9 @@ def test_crossing_bounds_are_proved_again_or_refused() -> None:
             verify_certificate(too_high)
         broken = replace(solution.certificate, witness={"rank": 0, "grid": [1, 0]})
         assert "grid" in verify(replace(solution, certificate=broken))[0].what
+        for fine in (10**16, 10**30):
+            broken = replace(solution.certificate, witness={"rank": None, "grid": [1, fine]})
+            assert "too fine" in verify(replace(solution, certificate=broken))[0].what
     assert bounds["span"] == bounds["makespan"]
 
 

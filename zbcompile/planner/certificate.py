@@ -26,6 +26,9 @@ __all__ = ["Verified", "explain", "verify", "verify_certificate"]
 _MOST_ACTIONS = 5000
 """Largest step for which the exact model is built again."""
 
+_MOST_UNITS = 2**53
+"""Most units of a grid in a bound: whole numbers that the solver can add up."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verified:
@@ -279,6 +282,8 @@ def _crossing(
         raise refuse("the witness's grid is no pair of positive whole numbers", given=grid)
     head = facts.head(rank) if problem.objective == "makespan" and rank is not None else 0
     wanted = solver.target - head
+    if wanted * grid[1] > _MOST_UNITS * grid[0]:
+        raise refuse("the witness's grid is too fine", f"at most {_MOST_UNITS} units", grid)
     if solver.limit <= 0:
         return _without_solver(problem, out, solver)
     found = crossing_bound(
