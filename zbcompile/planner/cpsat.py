@@ -17,6 +17,7 @@ from ortools.sat.python import cp_model
 from zbcompile.planner.evaluate import evaluate
 from zbcompile.planner.flat import B, Codes, F, Flat, W
 from zbcompile.planner.paths import NO_PATH, Paths
+from zbcompile.planner.solver import run
 
 __all__ = ["ExactResult", "exact_unit", "refute", "solve_exact", "split_is_exact"]
 
@@ -302,7 +303,7 @@ def _run(
     solver.parameters.num_workers = 1
     solver.parameters.random_seed = seed
     solver.parameters.max_time_in_seconds = max(0.01, time_limit_s)
-    status = solver.solve(built.model)
+    status = run(solver, built.model)
     seconds = solver.wall_time
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         codes = built.codes(solver)

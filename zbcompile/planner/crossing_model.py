@@ -14,6 +14,7 @@ from ortools.sat.python import cp_model
 
 from zbcompile.planner.flat import B, Codes, F, Flat, W
 from zbcompile.planner.paths import Paths
+from zbcompile.planner.solver import run
 
 __all__ = ["OneRank", "Solved", "WholeChain"]
 
@@ -142,7 +143,7 @@ class OneRank:
         solver.parameters.use_objective_lb_search = True
         solver.parameters.linearization_level = 2
         solver.parameters.max_time_in_seconds = max(0.05, time_limit_s)
-        status = solver.solve(self.model)
+        status = run(solver, self.model)
         if status == cp_model.INFEASIBLE:
             return Solved(self.horizon + 1, True, None, solver.wall_time)
         found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)

@@ -88,7 +88,8 @@ def proof_share(best: Best, time_limit_s: float) -> float:
     """
     if not crossing_applies(best):
         return 0.0
-    return 0.8 if best.flat.num_ranks * best.flat.num_microbatches <= 3.5 * time_limit_s else 0.4
+    size = best.flat.num_ranks * best.flat.num_microbatches
+    return 0.9 if size <= 2.5 * time_limit_s else 0.8 if size <= 3.5 * time_limit_s else 0.4
 
 
 def glance(best: Best, seed: int, time_limit_s: float) -> None:
@@ -157,6 +158,7 @@ class _Lane:
         self.head = Paths.of(self.flat).head
         self.likely = most_likely_ranks(self.flat)
         self.grids = grids(shifted(self.flat), FINEST_GRID)
+        self.exact = Fraction(exact_unit(self.flat))
         self.solver: cp_model.CpSolver | None = None
         self.stopped = False
 
@@ -174,23 +176,27 @@ class _Lane:
             solver.stop_search()
 
     def single_ranks(self) -> Iterator[Answer]:
-        """The most likely rank on the finest grid; if that ends before the time does, the whole chain there,
-        or two other ranks where the chain is too long."""
-        whole = self.flat.num_ranks * self.flat.num_microbatches <= WHOLE_CHAIN
-        for rank in [self.likely[0], *([None] if whole else self.likely[1:3])]:
-            if self.left > MOMENT_S:
-                yield self.ask(rank, self.grids[-1], self.left)
+        """The most likely rank on the finest grid; if that ends before the time does, the whole chain there
+        and on the times themselves, or two other ranks where the chain is too long."""
+        finest = self.grids[-1]
+        questions: list[tuple[int | None, Fraction]] = [(self.likely[0], finest)]
+        if self.flat.num_ranks * self.flat.num_microbatches <= WHOLE_CHAIN:
+            questions += [(None, finest), (None, self.exact)]
+        else:
+            questions += [(rank, finest) for rank in self.likely[1:3]]
+        return self._answers(questions)
 
     def whole_chain(self) -> Iterator[Answer]:
         """The whole chain on grids that are close enough to the times, at last on the times themselves."""
-        flat = self.flat
-        if flat.num_ranks * flat.num_microbatches > WHOLE_CHAIN:
-            return
-        exact = Fraction(exact_unit(flat))
-        close = [g for g in self.grids if rounding_loss(flat, g) <= CLOSE_LOSS] or self.grids[-1:]
-        for grid in [*(g for g in close if g > exact), exact]:
+        if self.flat.num_ranks * self.flat.num_microbatches > WHOLE_CHAIN:
+            return iter(())
+        close = [g for g in self.grids if rounding_loss(self.flat, g) <= CLOSE_LOSS] or self.grids[-1:]
+        return self._answers([(None, grid) for grid in [*(g for g in close if g > self.exact), self.exact]])
+
+    def _answers(self, questions: list[tuple[int | None, Fraction]]) -> Iterator[Answer]:
+        for rank, grid in questions:
             if self.left > MOMENT_S:
-                yield self.ask(None, grid, self.left)
+                yield self.ask(rank, grid, self.left)
 
     def ask(self, rank: int | None, grid: Fraction, seconds: float) -> Answer:
         """One question; its bound, and for the whole chain its order, as found and annealed."""

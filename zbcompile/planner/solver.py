@@ -1,0 +1,31 @@
+"""CP-SAT under Ctrl-C: the solver leaves the signal alone, and a question asked on the main thread ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from ortools.sat.python import cp_model
+
+__all__ = ["run"]
+
+
+def run(solver: cp_model.CpSolver, model: cp_model.CpModel) -> object:
+    """Solve; returns CP-SAT's status. `KeyboardInterrupt` ends the search and is raised.
+
+    By itself the solver takes SIGINT for as long as it runs, keeps it from Python, and then leaves the
+    process with the signal's default action: the next Ctrl-C would kill it. Without that, Python hears
+    of the signal only between its own instructions, so the main thread waits for another one.
+    """
+    solver.parameters.catch_sigint_signal = False
+    if threading.current_thread() is not threading.main_thread():
+        return solver.solve(model)
+    with ThreadPoolExecutor(1) as thread:
+        status = thread.submit(solver.solve, model)
+        try:
+            return status.result()
+        finally:
+            while not status.done():
+                solver.stop_search()
+                time.sleep(0.01)
