@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from zbcompile.passes.constant_masks import is_mask_of_transformers
 from zbcompile.passes.frontend import FrontEndResult
 
-__all__ = ["ATOMIC", "INDUCTOR", "MASK", "SHARED", "TIED", "reasons_of", "tolerance_of"]
+__all__ = ["ATOMIC", "GAPS", "INDUCTOR", "MASK", "SHARED", "TIED", "reasons_of", "tolerance_of"]
 
 TIED = "a parameter used by several stages: the order of a sum"
 SHARED = "a value used by several stages, several times by one that is not the last: the order of a sum"
 MASK = "transformers builds the attention mask as a tensor under export"
+GAPS = "a value or a gradient with gaps in memory crosses a cut, and arrives without them: sums go by layout"
 INDUCTOR = "inductor fuses operations and rounds once where eager rounds twice"
 ATOMIC = "a kernel of the accelerator that adds in no fixed order"
 
@@ -48,6 +50,7 @@ def reasons_of(front: FrontEndResult) -> Callable[[str, str], str]:
             holders.setdefault(name, []).append(stage.index)
     everywhere = INDUCTOR if front.backend != "eager" else MASK if _has_built_mask(front) else ""
     everywhere = everywhere or (ATOMIC if _adds_in_no_order(front) else "")
+    everywhere = everywhere or (GAPS if _crosses_with_gaps(front) else "")
     shared = _last_shared(front)
 
     def reason(kind: str, name: str) -> str:
@@ -84,6 +87,33 @@ def _uses(front: FrontEndResult, stage: int, name: str) -> int:
 
 def _has_built_mask(front: FrontEndResult) -> bool:
     return any(is_mask_of_transformers(node) for node in front.captured.module.graph.nodes)
+
+
+def _crosses_with_gaps(front: FrontEndResult) -> bool:
+    """Whether some value is sent in other strides than it was traced with where it arrives, or a gradient
+    (of a value with one user: sums have no gaps) in others than it was made with."""
+    outputs = {port.name: port for stage in front.stages for port in stage.outputs}
+    for stage in front.stages:
+        results: Any = stage.graphs.backward_input.graph.output_node().args[0]
+        made = iter(results)
+        for port in stage.inputs:
+            grad = next(made) if port.has_gradient else None
+            if port.source[0] != "stage":
+                continue
+            sent = outputs[port.name]
+            if _steps(port.shape, port.stride) != _steps(port.shape, sent.stride):
+                return True
+            value = None if grad is None else grad.meta.get("val")
+            if isinstance(value, torch.Tensor) and len(sent.targets) == 1:
+                steps = _steps(port.shape, tuple(value.stride()))
+                if 0 not in steps and steps != _steps(port.shape, sent.grad_stride):
+                    return True
+    return False
+
+
+def _steps(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of the dimensions that have more than one element."""
+    return tuple(step for size, step in zip(shape, stride, strict=True) if size > 1)
 
 
 def _adds_in_no_order(front: FrontEndResult) -> bool:

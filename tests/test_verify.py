@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from zbcompile.errors import SplitError, UsageError
 from zbcompile.passes.frontend import FrontEndResult, build_stages
 from zbcompile.passes.verify import verify
-from zbcompile.passes.verify_reasons import SHARED, reasons_of
+from zbcompile.passes.verify_reasons import GAPS, SHARED, reasons_of
 
 
 class Block(nn.Module):
@@ -243,3 +244,37 @@ def test_gpt2_with_dropout_and_tied_table() -> None:
     report = verify(model, front, (), kwargs)
     assert {v.name for v in report.values if v.error} <= {"transformer.wte.weight", "lm_head.weight"}
     assert report.worst.error <= 1e-6
+
+
+class Halves(nn.Module):
+    """Every other row of a value goes its own way: slices with gaps in memory, and joined gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.even, self.odd = (nn.Linear(6, 6) for _ in range(3))
+        self.scale, self.shift = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x) * self.scale + self.shift
+        return self.even(y[:, ::2]) + self.odd(y[:, 1::2])  # type: ignore[no-any-return]
+
+
+def test_gaps_in_memory_at_a_cut_are_a_reason() -> None:
+    """Every cut of two stages passes the check: to the bit, or where a slice crosses for that reason."""
+    x = torch.randn(4, 6, 6)
+    found: list[str] = []
+    places = itertools.count()
+    many = 1
+    while (k := next(places)) < many:
+
+        def at(cuts: Any, _: Any, k: int = k) -> Any:
+            nonlocal many
+            many = len(cuts)
+            return [cuts[k]]
+
+        model = Halves()
+        split = build_stages(model, 2, (x,), {}, loss_fn=lambda y, _: y.square().mean(), split_points=at)
+        found.append(reasons_of(split)("gradient", "first.weight"))
+        verify(model, split, (x,), {}, None, lambda y, _: y.square().mean())
+    assert GAPS in found
+    assert "" in found
