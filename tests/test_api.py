@@ -394,3 +394,28 @@ def test_one_communicator_gives_the_same_gradients() -> None:
     loop(other, x, y, 4)
     assert_same_gradients(model, other)
     assert "SEND_SLOTS = None" in pipeline.source(0)
+
+
+class Skipping(nn.Module):
+    """A value of the first stage is used in the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        return self.layers[2](self.layers[1](first).relu()) + first  # type: ignore[no-any-return]
+
+
+def test_a_profile_without_an_edge_that_the_model_has_is_refused() -> None:
+    stage = StageCost.simple(10, 10, 10)
+    with pytest.raises(UsageError, match="no edge from stage 0 to stage 2"):
+        zbcompile.compile(
+            Skipping(),
+            3,
+            example_args=(torch.randn(4, 8),),
+            loss_fn=lambda y, _: y.square().mean(),
+            split_points=["layers.1", "layers.2"],
+            profile=Profile((stage,) * 3),
+        )

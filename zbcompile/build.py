@@ -303,6 +303,7 @@ def _plan(asked: Asked, options: Options, call: Call, front: FrontEndResult, obs
 def _profile(asked: Asked, call: Call, front: FrontEndResult, observer: Observer) -> Profile:
     """The one that was given, counted for the device that was given, or measured here."""
     if isinstance(asked.profile, Profile):
+        _has_every_edge(asked.profile, front)
         return asked.profile
     if isinstance(asked.profile, Device):
         return driver.counted(front, asked.profile, observer)
@@ -314,6 +315,21 @@ def _profile(asked: Asked, call: Call, front: FrontEndResult, observer: Observer
             fix='give profile=device_named("H100") to count its costs, or a profile measured elsewhere',
         )
     return driver.measured(front, call.example, observer)
+
+
+def _has_every_edge(profile: Profile, front: FrontEndResult) -> None:
+    """Refuse a profile that does not know of a message that the stages send."""
+    ports = [(stage.index, port) for stage in front.stages for port in stage.inputs]
+    sent = {(port.source[1], index) for index, port in ports if port.source[0] == "stage"}
+    known = {(edge.source, edge.target) for edge in profile.edges}
+    if missing := sorted(sent - known):
+        raise UsageError(
+            f"the profile has no edge from stage {missing[0][0]} to stage {missing[0][1]}, but a value goes there",
+            where="profile.edges",
+            needed=sorted(sent),
+            given=sorted(known),
+            fix="add Edge(source, target, ...) to the profile, or let compile() measure one",
+        )
 
 
 def _agreed_plan(
