@@ -501,3 +501,20 @@ def test_an_interrupt_writes_the_best_so_far_and_ends_with_130(tmp_path: Path) -
     assert "Traceback" not in rest
     file = schedule_json.loads(out.read_text())
     assert file.certificate.value_ns == simulate(file.schedule, file.problem).value_ns
+
+
+@pytest.mark.parametrize("cause", [KeyboardInterrupt(), OSError("no such file")])
+def test_an_interrupt_while_a_package_is_loaded(
+    cause: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled packages turn Ctrl-C into a failed import; other failed imports stay what they are."""
+
+    def load(name: str) -> None:
+        raise ImportError("initialization failed") from cause
+
+    monkeypatch.setattr("zbcompile.cli.importlib.import_module", load)
+    if isinstance(cause, KeyboardInterrupt):
+        assert main(["schema", "profile"]) == 130
+        return
+    with pytest.raises(ImportError):
+        main(["schema", "profile"])

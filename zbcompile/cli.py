@@ -49,11 +49,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"zbcompile {arguments.command}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print(f"zbcompile {arguments.command}: interrupted", file=sys.stderr)
-        return 130
+        return _interrupted(arguments.command)
+    except ImportError as error:
+        # Ctrl-C while a compiled package is loaded comes out as a failed import.
+        if not isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
+            raise
+        return _interrupted(arguments.command)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _interrupted(command: str) -> int:
+    print(f"zbcompile {command}: interrupted", file=sys.stderr)
+    return 130
 
 
 @contextmanager
