@@ -410,7 +410,7 @@ class Skipping(nn.Module):
 
 def test_a_profile_without_an_edge_that_the_model_has_is_refused() -> None:
     stage = StageCost.simple(10, 10, 10)
-    with pytest.raises(UsageError, match="no edge from stage 0 to stage 2"):
+    with pytest.raises(UsageError, match="from stage 0 to stage 2, the profile has no such edge"):
         zbcompile.compile(
             Skipping(),
             3,

@@ -324,7 +324,7 @@ def _has_every_edge(profile: Profile, front: FrontEndResult) -> None:
     known = {(edge.source, edge.target) for edge in profile.edges}
     if missing := sorted(sent - known):
         raise UsageError(
-            f"the profile has no edge from stage {missing[0][0]} to stage {missing[0][1]}, but a value does",
+            f"a value goes from stage {missing[0][0]} to stage {missing[0][1]}, the profile has no such edge",
             where="profile.edges",
             needed=sorted(sent),
             given=sorted(known),

@@ -126,9 +126,8 @@ def pattern_orders(best: Best, annealer: Annealer, effort: Effort, rng: random.R
     if several and best.seconds_left > 0:
         found = block_orders(best.flat, annealer, effort.blocks, rng)
     dispatcher, slots = Dispatcher(best.flat), 3 * -(-best.flat.num_stages // best.flat.num_ranks)
-    for period in (
-        (slots, slots + 2, slots + 3, slots + 2, slots + 3, slots) if several else (slots, 2 * slots)
-    ):
+    periods = (slots, slots + 2, slots + 3, slots + 2, slots + 3, slots) if several else (slots, 2 * slots)
+    for period in periods:
         own = random.Random(rng.random())
         if best.seconds_left > 0:
             found += dispatched_orders(best.flat, annealer, dispatcher, effort.dispatches, period, own)
