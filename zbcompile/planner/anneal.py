@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from zbcompile.planner.flat import Codes, Flat
 from zbcompile.planner.kernel import anneal, evaluate_line, gaps_at, scratch_size, stays_legal
@@ -54,11 +54,14 @@ class Annealer:
         goal: int = 0,
         stop: Callable[[], bool] = lambda: False,
         chunk: int = 0,
+        fences: Sequence[tuple[int, int, int]] | None = None,
     ) -> Codes:
         """The best order met in ``tries`` tries from a legal order.
 
         heat : first temperature as a share of the value. goal : value at which to stop.
-        stop : asked between chunks of tries, whether to end early.
+        stop : asked between chunks of tries, whether to end early. fences : per rank (low, high, copies):
+        the block at these places of its row stays as it is, or, with more than one copy in a row, all
+        copies are changed alike.
         """
         flat, p = self.flat, self.flat.num_ranks
         offsets, current = pack(flat, codes)
@@ -69,6 +72,10 @@ class Annealer:
         score = int(evaluate_line(self.tables, offsets, current, scratch, self.ends, self.limits))
         scores = vector([score, score, 0, int(scratch[3 * p])])
         waits = gaps_at(self.tables, size)
+        fenced = vector([0] * (3 * p))
+        for r, (low, high, copies) in enumerate(fences or ()):
+            begin = int(offsets[r])
+            fenced[3 * r], fenced[3 * r + 1], fenced[3 * r + 2] = begin + low, begin + high, copies
         gaps = vector([int(gap) for gap in scratch[waits:]])
         state = vector([(seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1, 0, 0, 0, 0])
         chunk = chunk or max(50, 3_000_000 // size // 10)
@@ -96,6 +103,7 @@ class Annealer:
                     spare,
                     self.counts,
                     gaps,
+                    fenced,
                 )
             )
             if done_now < min(tries, done + chunk):

@@ -173,6 +173,26 @@ def stays_legal(t: Tables, offsets: Vector, line: Vector, rank: int, counts: Vec
 
 
 @jit
+def keep_block(low: int, high: int, copies: int, current: Vector, trial: Vector) -> bool:
+    """A block in ``copies`` copies, the first from ``low`` to ``high``: what changed in one changes in all.
+
+    False if a block without a second copy changed.
+    """
+    size = high - low
+    for copy in range(copies):
+        for k in range(low + copy * size, high + copy * size):
+            if trial[k] != current[k]:
+                if copies == 1:
+                    return False
+                for other in range(copies):
+                    if other != copy:
+                        for i in range(size):
+                            trial[low + other * size + i] = trial[low + copy * size + i]
+                return True
+    return True
+
+
+@jit
 def anneal(
     t: Tables,
     offsets: Vector,
@@ -194,19 +214,21 @@ def anneal(
     spare: Vector,
     counts: Vector,
     gaps: Vector,
+    fences: Vector,
 ) -> int:
     """Tries ``first`` to ``last`` of ``total``; returns the next try.
 
     scores : current score, best score, try of the last gain, best objective. heat : the temperature
     of the first try in units of the score; it falls as (1 - try / total) squared. state : the random
     sequence, then room for the ranks changed in a try. gaps : waits of the current order. Stops when
-    the objective falls to ``goal``. After a sixth of all tries without gain the search returns to the
+    the objective falls to ``goal``. fences : per rank low, high and copies of a block (`keep_block`), no
+    copies for none. After a sixth of all tries without gain the search returns to the
     best.
 
     Four moves of five look at a rank that waits for a message: an action is moved into the gap, or what
     the message depends on is moved up. A try makes up to four moves, and only their sum has to be legal.
     """
-    p, size = t.num_ranks, offsets[t.num_ranks]
+    p, S, size = t.num_ranks, t.num_stages, offsets[t.num_ranks]
     waits = 4 * p + 2 * t.num_stages + size
     for n in range(first, last):
         if scores[3] <= goal:
@@ -232,8 +254,18 @@ def anneal(
                 state[changed] = rank
         legal = changed > 0
         for k in range(changed):
-            if legal and not stays_legal(t, offsets, trial, state[k + 1], counts):
+            r = state[k + 1]
+            if legal and fences[3 * r + 2] > 0:
+                legal = keep_block(fences[3 * r], fences[3 * r + 1], fences[3 * r + 2], current, trial)
+            if legal and not stays_legal(t, offsets, trial, r, counts):
                 legal = False
+            if legal and fences[3 * r + 2] > 1:
+                for e in range(t.own_at[r], t.own_at[r + 1]):
+                    s = t.own[e]
+                    if counts[s] != t.num_microbatches or counts[2 * S + s] != counts[S + s]:
+                        legal = False
+                    if counts[S + s] + counts[3 * S + s] != t.num_microbatches:
+                        legal = False
         if not legal:
             continue
         score = evaluate_line(t, offsets, trial, scratch, ends, limits)

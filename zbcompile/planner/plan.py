@@ -20,7 +20,7 @@ from zbcompile.planner.proofs import (
     prove_crossing,
     prove_exact,
 )
-from zbcompile.planner.search import Effort, Search, improve, pattern_orders
+from zbcompile.planner.search import Effort, Search, pattern_orders
 from zbcompile.planner.seeds import try_classic, try_list_schedules
 from zbcompile.planner.state import Best, Progress
 from zbcompile.planner.stretch import stretch
@@ -31,7 +31,9 @@ from zbcompile.solution import Solution
 __all__ = ["Progress", "plan"]
 
 _LONG = 2500
-"""Actions beyond which several stages per rank are planned short first and then stretched."""
+"""Actions beyond which several stages per rank are planned short first."""
+_BLOCKS = 12
+"""The microbatches to repeat are a multiple of this, so that blocks of 1, 2, 3, 4, 6 and 12 will do."""
 
 
 def plan(
@@ -127,26 +129,36 @@ def search(best: Best, seed: int, time_limit_s: float) -> None:
         return
     actions = 3 * flat.num_stages * flat.num_microbatches
     level = max(1, round(time_limit_s / 10))
-    if actions > _LONG and any(len(stages) > 1 for stages in flat.stages_of):
+    long = actions > _LONG and any(len(stages) > 1 for stages in flat.stages_of)
+    if long:
         _plan_short(best, seed, level)
     run = Search(best, Effort.of(flat, level), seed)
     run.start([codes for _, codes in best.pool])
+    if not long:
+        run.add_patterns()
+    run.anneal_folded()
     glance(best, seed, time_limit_s / 12)
     run.anneal(reserve_s=time_limit_s * proof_share(best, time_limit_s))
     prove_crossing(best, seed)
 
 
 def _plan_short(best: Best, seed: int, level: int) -> None:
-    """Plan about 3 p microbatches and repeat the middle."""
-    flat, p = best.flat, best.flat.num_ranks
-    count = 3 * p + flat.num_microbatches % max(1, p // 2)
-    if count >= flat.num_microbatches:
+    """Plan about 3 p microbatches and repeat the middle: a block that is there, or one made for it."""
+    flat, p, m = best.flat, best.flat.num_ranks, best.flat.num_microbatches
+    count = 3 * p + (m - 3 * p) % _BLOCKS
+    if count >= m:
         return
     problem = best.problem.with_(num_microbatches=count)
     inner = Best(problem, best_bound(problem), time_limit_s=max(0.0, best.seconds_left * 0.6), fuse=best.fuse)
     try_classic(inner)
-    improve(inner, [codes for _, codes in inner.pool], Effort.of(inner.flat, max(1, level // 2)), seed)
-    annealer = Annealer(flat)
-    for _, short in inner.pool[:2]:
-        for codes in stretch(flat, short, count, annealer):
-            best.offer(codes, "stretched")
+    run = Search(inner, Effort.of(inner.flat, max(1, level // 2)), seed)
+    run.start([codes for _, codes in inner.pool])
+    found = run.anneal_folded(last=9)
+    run.add_patterns()
+    for folded in found + run.anneal_folded():
+        best.offer(folded.grown(m), "repeated")
+    run.anneal()
+    whole = Annealer(flat)
+    for _, codes in inner.pool[:2]:
+        for stretched in stretch(flat, codes, count, whole):
+            best.offer(stretched, "stretched")

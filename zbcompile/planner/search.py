@@ -16,10 +16,12 @@ from zbcompile.planner.anneal import Annealer
 from zbcompile.planner.blocks import block_order
 from zbcompile.planner.dispatch import Dispatcher
 from zbcompile.planner.flat import Codes, Flat, is_chain
+from zbcompile.planner.fold import Folded, fold
 from zbcompile.planner.offsets import Pattern, mutate, standard_patterns, waves_of
 from zbcompile.planner.reweave import rewoven
 from zbcompile.planner.state import Best
 from zbcompile.planner.tables import HAVE_NUMBA, unpack
+from zbcompile.planner.turns import turn_orders
 
 __all__ = ["Effort", "Search", "block_orders", "dispatched_orders", "improve", "pattern_orders"]
 
@@ -57,8 +59,6 @@ _CHAIN_HEATS = (4e-4, 3e-3, 1e-3, 1.5e-4)
 """First temperatures to take in turn, as shares of the value; a chain's values lie further apart."""
 _HOPELESS = 1.05
 """Orders longer than the best by this factor are not annealed, but three are always."""
-_LAST_ROUND = 27
-"""Tries of the last round, in those of the first."""
 
 
 def block_orders(flat: Flat, annealer: Annealer, tries: int, rng: random.Random) -> list[Scored]:
@@ -135,7 +135,7 @@ def pattern_orders(best: Best, annealer: Annealer, effort: Effort, rng: random.R
 
 
 class Search:
-    """The two halves of a search: `start` collects orders, `anneal` improves them by halving."""
+    """A search in steps: `start` collects orders, `anneal_folded` and `anneal` improve them by halving."""
 
     def __init__(self, best: Best, effort: Effort, seed: int) -> None:
         self.best, self.effort, self.seed = best, effort, seed
@@ -143,12 +143,19 @@ class Search:
         self.pool: list[Scored] = []
 
     def start(self, seeds: list[Codes]) -> None:
-        """Take the best of the orders given and of those that patterns make."""
-        found = _distinct(_scored(self.annealer, seeds))[:4]
-        found += self._rewoven([codes for _, _, codes in found])
-        found += pattern_orders(self.best, self.annealer, self.effort, random.Random(self.seed))
-        pool = _distinct(found)[: self.effort.seeds]
-        self.pool = [e for k, e in enumerate(pool) if k < 3 or e[0] <= _HOPELESS * pool[0][0]]
+        """Take the best of the orders given and of those made in turns or rewoven."""
+        scored = _distinct(_scored(self.annealer, seeds))
+        most = int(scored[0][0] * _HOPELESS) if scored else None
+        found = _distinct(scored + turn_orders(self.best.flat, self.annealer, most))[:4]
+        self._offer(found + self._rewoven([codes for _, _, codes in found]))
+
+    def add_patterns(self) -> None:
+        """Take the orders that patterns make."""
+        rng = random.Random(self.seed)
+        self._offer(pattern_orders(self.best, self.annealer, self.effort, rng))
+
+    def _offer(self, found: list[Scored]) -> None:
+        self.take([codes for _, _, codes in found])
         for _, _, codes in self.pool:
             self.best.offer(codes, "pattern")
 
@@ -165,44 +172,71 @@ class Search:
                 found += rewoven(flat, codes, self.annealer, dispatcher, tries, rng)
         return found
 
+    def anneal_folded(self, last: int = 27) -> list[Folded]:
+        """Anneal the orders with a periodic middle without its repetitions; the results join the pool.
+
+        last : tries of the last round, in those of the first.
+        """
+        flat, whole = self.best.flat, Annealer(self.best.flat)
+        starts = [fold(flat, codes, whole) for _, _, codes in self.pool]
+        found = self._halve([start for start in starts if start is not None], 0.0, last)
+        self.take([folded.unfold() for folded in found])
+        return found
+
+    def take(self, orders: list[Codes]) -> None:
+        """Let orders join the pool: the best stay, as many as are annealed."""
+        pool = _distinct(_scored(self.annealer, orders) + self.pool)[: self.effort.seeds]
+        self.pool = [e for k, e in enumerate(pool) if k < 3 or e[0] <= _HOPELESS * pool[0][0]]
+
     def anneal(self, reserve_s: float = 0.0) -> None:
-        """Anneal every order; the better third goes on with three times the tries; the last two rounds
-        start twice from the best.
+        """Anneal every order of the pool.
 
         reserve_s : seconds of the limit to leave for what comes after.
         """
-        best, tries, turn = self.best, self.effort.tries, 0
-        starts = [codes for _, _, codes in self.pool]
+        self._halve([Folded(self.best.flat, codes) for _, _, codes in self.pool], reserve_s, 27)
+
+    def _halve(self, starts: list[Folded], reserve_s: float, last: int) -> list[Folded]:
+        """Anneal all; the better third goes on with three times the tries; the last two rounds start
+        twice from the best. Returns all that was found."""
+        best, tries, turn, every = self.best, self.effort.tries, 0, []
         while starts and not best.done and best.seconds_left > reserve_s:
-            found: list[Codes] = []
+            found: list[tuple[tuple[int, int], Folded]] = []
             for improved in self._round(starts, tries, turn, reserve_s):
-                best.offer(improved, "search")
+                every.append(improved)
+                codes = improved.unfold()
+                best.offer(codes, "search")
                 best.report("search")
+                score = self.annealer.score(codes)
+                if score is not None:
+                    found.append((score, improved))
                 if best.done:
-                    return
-                found.append(improved)
-            if tries >= _LAST_ROUND * self.effort.tries:
-                return
+                    return every
+            if tries >= last * self.effort.tries:
+                break
             turn += len(starts)
             tries *= 3
-            kept = [codes for _, _, codes in _distinct(_scored(self.annealer, found))]
+            found.sort(key=lambda entry: entry[0])
+            kept = [one for k, (score, one) in enumerate(found) if k == 0 or score != found[k - 1][0]]
             starts = kept[: len(starts) // 3] if len(starts) >= 6 else kept[:1] * 2
+        return every
 
-    def _round(self, starts: list[Codes], tries: int, turn: int, reserve_s: float) -> Iterator[Codes]:
+    def _round(self, starts: list[Folded], tries: int, turn: int, reserve_s: float) -> Iterator[Folded]:
         """Anneal all, on as many cores as there are: who computes what does not depend on their number."""
-        best, flat, halted = self.best, self.best.flat, threading.Event()
-        heats = _CHAIN_HEATS if is_chain(flat) else _HEATS
+        best, halted = self.best, threading.Event()
+        heats = _CHAIN_HEATS if is_chain(best.flat) else _HEATS
 
-        def run(k: int) -> Codes:
-            number = turn + k
-            return Annealer(flat).run(
-                starts[k],
+        def run(k: int) -> Folded:
+            number, start = turn + k, starts[k]
+            found = Annealer(start.flat).run(
+                start.codes,
                 tries,
                 seed=self.seed * 1000 + number + 1,
                 heat=heats[number % len(heats)],
-                goal=best.bound.value_ns,
+                goal=best.bound.value_ns if start.repeats == 0 else 0,
                 stop=lambda: halted.is_set() or best.seconds_left <= reserve_s,
+                fences=start.fences,
             )
+            return replace(start, codes=found)
 
         if not HAVE_NUMBA:
             yield from map(run, range(len(starts)))
@@ -215,10 +249,12 @@ class Search:
 
 
 def improve(best: Best, seeds: list[Codes], effort: Effort, seed: int) -> None:
-    """Both halves of a `Search` in a row."""
+    """All steps of a `Search` in a row."""
     if not best.done:
         search = Search(best, effort, seed)
         search.start(seeds)
+        search.add_patterns()
+        search.anneal_folded()
         search.anneal()
 
 
