@@ -77,14 +77,31 @@ def _pending_time(flat: Flat, rank: int, room: int, own: int | None = None) -> i
 
 
 def _start_idle(flat: Flat, paths: Paths, rank: int) -> tuple[int, dict[str, object]]:
-    """Before its first B a rank runs F's alone, and each of them adds M_B."""
+    """Before its first B a rank runs F's alone, and each of them adds M_B.
+
+    Before its first F of a stage that every B of the rank waits for, it runs F's of other stages alone,
+    and none of those that come after it.
+    """
     stages = flat.stages_of[rank]
-    length = min(max(paths.f_to_b(a, s) for a in stages) for s in stages)
-    forward = fractional(
-        [(flat.forward[s], flat.saved[s], flat.num_microbatches) for s in stages], flat.room[rank]
-    )
-    idle = max(0, length - forward)
-    return idle, {"start_window_ns": length, "start_forward_ns": forward, "start_idle_ns": idle}
+    windows = [(min(max(paths.f_to_b(a, s) for a in stages) for s in stages), stages)]
+    for s in stages:
+        if all(paths.f_to_b(s, a) != NO_PATH for a in stages):
+            before = tuple(a for a in stages if paths.f_to_f(s, a) == NO_PATH)
+            windows.append((max(paths.f_to_f(a, s) for a in stages), before))
+    idle = -1
+    terms: dict[str, object] = {}
+    for length, held in windows:
+        items = [(flat.forward[s], flat.saved[s], flat.num_microbatches) for s in held]
+        forward = fractional(items, flat.room[rank])
+        if max(0, length - forward) > idle:
+            idle = max(0, length - forward)
+            terms = {
+                "start_window_ns": length,
+                "start_stages": list(held),
+                "start_forward_ns": forward,
+                "start_idle_ns": idle,
+            }
+    return idle, terms
 
 
 def _end_idle(flat: Flat, paths: Paths, rank: int) -> tuple[int, dict[str, object]]:

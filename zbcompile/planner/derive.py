@@ -217,12 +217,19 @@ def _fullest(facts: Facts, rank: int, s: int, i: int, fits: int) -> tuple[int, i
 def _add_start_idle(facts: Facts, rank: int, out: Derivation) -> None:
     row = facts.stages_of[rank]
     ways = [[facts.way(("F", a), ("B", s)) or 0 for a in row] for s in row]
-    length = min(max(to) for to in ways)
-    forward = facts.most_time([(facts.f[s], facts.saved[s], facts.count) for s in row], facts.room[rank])
-    out.add(
-        f"idle before the first B of rank {rank}: way {length} - F's that fit {forward}",
-        max(0, length - forward),
-    )
+    windows = [("B", min(max(to) for to in ways), row)]
+    for s in row:
+        if all(facts.way(("F", s), ("B", a)) is not None for a in row):
+            others = tuple(a for a in row if facts.way(("F", s), ("F", a)) is None)
+            length = max(facts.way(("F", a), ("F", s)) or 0 for a in row)
+            windows.append((f"F of stage {s}", length, others))
+    idles = []
+    for event, length, held in windows:
+        items = [(facts.f[s], facts.saved[s], facts.count) for s in held]
+        forward = facts.most_time(items, facts.room[rank])
+        idles.append((max(0, length - forward), event, length, forward))
+    idle, event, length, forward = max(idles, key=lambda entry: entry[0])
+    out.add(f"idle before the first {event} of rank {rank}: way {length} - F's that fit {forward}", idle)
 
 
 def _add_end_idle(facts: Facts, rank: int, witness: Witness, out: Derivation) -> None:

@@ -18,6 +18,7 @@ from zbcompile.planner.dispatch import Dispatcher
 from zbcompile.planner.flat import Codes, Flat, is_chain
 from zbcompile.planner.fold import Folded, fold
 from zbcompile.planner.offsets import Pattern, mutate, standard_patterns, waves_of
+from zbcompile.planner.ranked import ranked_orders
 from zbcompile.planner.reweave import rewoven
 from zbcompile.planner.state import Best
 from zbcompile.planner.tables import HAVE_NUMBA, unpack
@@ -143,10 +144,12 @@ class Search:
         self.pool: list[Scored] = []
 
     def start(self, seeds: list[Codes]) -> None:
-        """Take the best of the orders given and of those made in turns or rewoven."""
-        scored = _distinct(_scored(self.annealer, seeds))
+        """Take the best of the orders given and of those made in turns, ranked or rewoven."""
+        flat, annealer, rng = self.best.flat, self.annealer, random.Random(self.seed)
+        scored = _distinct(_scored(annealer, seeds))
         most = int(scored[0][0] * _HOPELESS) if scored else None
-        found = _distinct(scored + turn_orders(self.best.flat, self.annealer, most))[:4]
+        scored += turn_orders(flat, annealer, most) + ranked_orders(flat, annealer, Dispatcher(flat), rng)
+        found = _distinct(scored)[:4]
         self._offer(found + self._rewoven([codes for _, _, codes in found]))
 
     def add_patterns(self) -> None:

@@ -2,8 +2,8 @@
 
 After the greedy search of arXiv 2401.10241 (section 6). All ranks go in turns: in each, every rank runs a B
 and an F. W's fill gaps that hold one; one that does not fit is run all the same where the rank would
-otherwise idle for longer, over the step, than a budget allows: so ranks with time to spare keep their
-messages punctual, and the rank that decides the span loses none.
+otherwise idle for longer, over the step, than any rank has so far and than a budget allows: so ranks
+with time to spare keep their messages punctual, and the rank that decides the span loses none.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _STEPS = 24
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """idle_ns : what a rank may idle between its actions before a W is run that does not fit the gap.
-    before_f, before_b : whether the budget is watched at gaps before F's, before B's."""
+    """idle_ns : what a rank may idle between its actions, even where no other has idled as long, before
+    a W is run that does not fit the gap. before_f, before_b : whether this is watched before F's, B's."""
 
     idle_ns: int
     before_f: bool
@@ -98,7 +98,7 @@ class _Turns:
         waiting = self.waiting[r]
         while waiting and self.free[r] + self.flat.weight[waiting[0]] <= arrival:
             self.run_weight(r)
-        late = self.idle[r] + arrival - self.free[r] > self.settings.idle_ns
+        late = self.idle[r] + arrival - self.free[r] > max(self.settings.idle_ns, max(self.idle))
         if waiting and watched and arrival > self.free[r] and late:
             self.run_weight(r)
 
@@ -188,8 +188,8 @@ def turn_order(flat: Flat, settings: Settings) -> Codes | None:
 def turn_orders(flat: Flat, annealer: Annealer, most: int | None = None) -> list[tuple[int, int, Codes]]:
     """The three best orders over the places where the budget is watched and `_STEPS` budgets, best first.
 
-    The first budget is the idle time of the order without one. Empty for other placements than the V,
-    and where that order takes longer than ``most``.
+    Budgets go down from the idle time of the order made without; the first is none at all. Empty for other
+    placements than the V, and where that first order takes longer than ``most``.
     """
     if not is_v(flat):
         return []
@@ -209,7 +209,7 @@ def turn_orders(flat: Flat, annealer: Annealer, most: int | None = None) -> list
     if pool:
         idle = pool[0][0] - min(flat.work(r) for r in range(flat.num_ranks))
         step = max(1, max(flat.weight) // 8)
-        for k, (before_f, before_b) in product(range(_STEPS), ((False, True), (True, False), (True, True))):
-            if idle >= k * step:
-                take(Settings(idle - k * step, before_f, before_b))
+        budgets = [0, *(idle - k * step for k in range(_STEPS) if k * step < idle)]
+        for budget, (before_f, before_b) in product(budgets, ((False, True), (True, False), (True, True))):
+            take(Settings(budget, before_f, before_b))
     return pool
