@@ -136,8 +136,8 @@ def search(best: Best, seed: int, time_limit_s: float) -> None:
     run.start([codes for _, codes in best.pool])
     if not long:
         run.add_patterns()
-    run.anneal_folded()
     glance(best, seed, time_limit_s / 12)
+    run.anneal_folded()
     run.anneal(reserve_s=time_limit_s * proof_share(best, time_limit_s))
     prove_crossing(best, seed)
 
