@@ -129,10 +129,9 @@ def starved() -> None:
 def v_rows(only: str = "") -> Iterator[tuple[Row, str]]:
     """Every peer row with a V order, paper rows first."""
     for row in PEER:
-        if row["p"] <= 16 or row["set"] == "paper":
-            for name in ("ZB-V", "V-Half", "V-Min"):
-                if name in row["schedules"] and only in name:
-                    yield row, name
+        for name in ("ZB-V", "V-Half", "V-Min"):
+            if name in row["schedules"] and only in name:
+                yield row, name
 
 
 def v(first: int, count: int) -> None:

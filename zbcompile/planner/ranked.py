@@ -8,7 +8,7 @@ B's of each wave and the W's are few enough to be tried.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import permutations
 from math import factorial
 
@@ -26,9 +26,16 @@ _SHARES = (50, 100)
 
 
 def ranked_orders(
-    flat: Flat, annealer: Annealer, dispatcher: Dispatcher, rng: random.Random
+    flat: Flat,
+    annealer: Annealer,
+    dispatcher: Dispatcher,
+    rng: random.Random,
+    stop: Callable[[], bool] = lambda: False,
 ) -> list[tuple[int, int, Codes]]:
-    """The two best orders over the rankings, best first; none for more than 2 p microbatches."""
+    """The two best orders over the rankings, best first; none for more than 2 p microbatches.
+
+    stop : asked before every ranking whether to end early.
+    """
     m, waves = flat.num_microbatches, waves_of(flat)
     if m > 2 * flat.num_ranks:
         return []
@@ -36,6 +43,8 @@ def ranked_orders(
     classes = 2 * len(waves) + 1
     pool: list[tuple[int, int, Codes]] = []
     for ranks in _rankings(classes, rng):
+        if stop():
+            break
         keys: list[int] = []
         for kind in range(3):
             for s in range(flat.num_stages):

@@ -8,6 +8,7 @@ microbatches in flight and the gap that a W may fill are evolved.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from zbcompile.planner.anneal import Annealer
@@ -34,11 +35,18 @@ class _Recipe:
 
 
 def rewoven(
-    flat: Flat, codes: Codes, annealer: Annealer, dispatcher: Dispatcher, tries: int, rng: random.Random
+    flat: Flat,
+    codes: Codes,
+    annealer: Annealer,
+    dispatcher: Dispatcher,
+    tries: int,
+    rng: random.Random,
+    stop: Callable[[], bool] = lambda: False,
 ) -> list[tuple[int, int, Codes]]:
     """The three best orders with their scores, best first; none where no recipe beats ``codes``.
 
-    codes : a legal order without BW. tries : of the evolution, after the 32 first recipes.
+    codes : a legal order without BW. tries : of the evolution, after the 32 first recipes. stop : asked
+    before every recipe whether to end early.
     """
     given = annealer.score(codes)
     if given is None or any(kind == BW for row in codes for kind, _ in row):
@@ -56,6 +64,8 @@ def rewoven(
         for share in _SHARES
     ]
     for k in range(len(first) + tries):
+        if stop():
+            break
         if k == len(first) and (not pool or pool[0][0] >= given):
             return []
         if k < len(first):

@@ -148,7 +148,8 @@ class Search:
         flat, annealer, rng = self.best.flat, self.annealer, random.Random(self.seed)
         scored = _distinct(_scored(annealer, seeds))
         most = int(scored[0][0] * _HOPELESS) if scored else None
-        scored += turn_orders(flat, annealer, most) + ranked_orders(flat, annealer, Dispatcher(flat), rng)
+        scored += turn_orders(flat, annealer, most, self._over)
+        scored += ranked_orders(flat, annealer, Dispatcher(flat), rng, self._over)
         found = _distinct(scored)[:4]
         self._offer(found + self._rewoven([codes for _, _, codes in found]))
 
@@ -170,10 +171,12 @@ class Search:
             return found
         dispatcher = Dispatcher(flat)
         for k, codes in enumerate(orders):
-            if self.best.seconds_left > 0:
-                rng = random.Random(self.seed + k)
-                found += rewoven(flat, codes, self.annealer, dispatcher, tries, rng)
+            rng = random.Random(self.seed + k)
+            found += rewoven(flat, codes, self.annealer, dispatcher, tries, rng, self._over)
         return found
+
+    def _over(self) -> bool:
+        return self.best.seconds_left <= 0
 
     def anneal_folded(self, last: int = 27) -> list[Folded]:
         """Anneal the orders with a periodic middle without its repetitions; the results join the pool.

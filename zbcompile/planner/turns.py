@@ -9,6 +9,7 @@ with time to spare keep their messages punctual, and the rank that decides the s
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
@@ -185,11 +186,17 @@ def turn_order(flat: Flat, settings: Settings) -> Codes | None:
     return state.rows if whole else None
 
 
-def turn_orders(flat: Flat, annealer: Annealer, most: int | None = None) -> list[tuple[int, int, Codes]]:
+def turn_orders(
+    flat: Flat,
+    annealer: Annealer,
+    most: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[tuple[int, int, Codes]]:
     """The three best orders over the places where the budget is watched and `_STEPS` budgets, best first.
 
     Budgets go down from the idle time of the order made without; the first is none at all. Empty for other
     placements than the V, and where that first order takes longer than ``most``.
+    stop : asked before every order whether to end early.
     """
     if not is_v(flat):
         return []
@@ -211,5 +218,6 @@ def turn_orders(flat: Flat, annealer: Annealer, most: int | None = None) -> list
         step = max(1, max(flat.weight) // 8)
         budgets = [0, *(idle - k * step for k in range(_STEPS) if k * step < idle)]
         for budget, (before_f, before_b) in product(budgets, ((False, True), (True, False), (True, True))):
-            take(Settings(budget, before_f, before_b))
+            if not stop():
+                take(Settings(budget, before_f, before_b))
     return pool
