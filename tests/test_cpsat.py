@@ -7,10 +7,10 @@ import random
 import pytest
 
 from tests.planner_cases import brute_force, random_problem
-from zbcompile.costs import Profile, StageCost
+from zbcompile.costs import Link, Profile, StageCost
 from zbcompile.ir import Placement
 from zbcompile.planner.bounds import best_bound
-from zbcompile.planner.cpsat import right_shifted_starts, solve_exact
+from zbcompile.planner.cpsat import ask_below, right_shifted_starts, solve_exact
 from zbcompile.planner.flat import Flat
 from zbcompile.planner.seeds import one_at_a_time
 from zbcompile.problem import Problem
@@ -73,3 +73,35 @@ def test_an_order_at_the_bound_is_found_first() -> None:
     bound = best_bound(problem).value_ns
     result = solve_exact(Flat.of(problem), lower=bound, time_limit_s=60)
     assert (result.value_ns, result.proved) == (bound, True)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_actions_without_length_make_no_circle(seed: int) -> None:
+    """Some times are zero, or all: the solver's order can be run, and its value is the solver's."""
+    rng = random.Random(seed)
+    stages = tuple(
+        StageCost.simple(rng.choice((0, 0, 2)), rng.choice((0, 0, 3)), rng.choice((0, 1)), 2, 1)
+        for _ in range(6)
+    )
+    if seed == 0:
+        stages = (StageCost.simple(0, 0, 0, 2, 1),) * 6
+    problem = Problem.of(Profile(stages, link=Link(rng.randint(0, 1))), Placement.v(3), 3, None, "makespan")
+    result = solve_exact(Flat.of(problem), lower=0, time_limit_s=20)
+    assert result.proved
+    assert result.value_ns == result.bound_ns
+
+
+@pytest.mark.parametrize(("p", "below", "above"), [(8, 449_600_000, 455_000_000), (16, 913_000_000, None)])
+def test_questions_from_below_prove_more_than_the_sums(p: int, below: int, above: int | None) -> None:
+    """A V with as many microbatches as ranks: 384 and 1,536 actions, the latter never minimised."""
+    stage = StageCost.simple(9_261_000, 9_043_000, 4_668_500, 201_216, 73_728)
+    profile = Profile.uniform(stage, 2 * p, 601_000)
+    problem = Problem.of(profile, Placement.v(p), p, 2 * p * 201_216, "makespan")
+    assert best_bound(problem).value_ns < below
+    none = ask_below(Flat.of(problem), below, time_limit_s=60)
+    assert none.proved
+    assert none.codes is None
+    if above is not None:
+        found = ask_below(Flat.of(problem), above, time_limit_s=60)
+        assert found.value_ns is not None
+        assert below <= found.value_ns < above

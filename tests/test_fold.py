@@ -17,6 +17,7 @@ from zbcompile.planner import classic
 from zbcompile.planner.anneal import Annealer
 from zbcompile.planner.flat import Flat, W, to_schedule
 from zbcompile.planner.fold import Folded, fold
+from zbcompile.planner.plan import plan
 from zbcompile.planner.turns import Settings, turn_order, turn_orders
 from zbcompile.problem import Problem
 from zbcompile.simulate import simulate
@@ -183,3 +184,23 @@ def test_v_half_beats_the_peers_for_any_count(m: int) -> None:
     annealer = Annealer(folded.flat)
     found = [annealer.run(folded.codes, 20_000, seed=k, heat=4e-4, fences=folded.fences) for k in (1, 2)]
     assert min(score(flat, replace(folded, codes=codes).unfold()) for codes in found) < peer
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_actions_without_length_are_folded_whole_or_not_at_all(seed: int) -> None:
+    """Zero times make several places of a row start together: what is folded comes back as it was."""
+    rng = random.Random(seed)
+    stage = StageCost.simple(rng.randint(0, 3), rng.randint(0, 3), 0, 2, 1)
+    placement = rng.choice((Placement.v(4), Placement.looped(4, 2), Placement.linear(4)))
+    profile = Profile.uniform(stage, placement.num_stages, rng.randint(0, 1))
+    cap = rng.choice((12, 16, 24))
+    problem = Problem.of(profile, placement, rng.choice((12, 16)), cap, rng.choice(("span", "makespan")))
+    flat, annealer = Flat.of(problem), Annealer(Flat.of(problem))
+    orders = [codes for _, codes in classic.orders_for(problem)]
+    orders += [codes for _, _, codes in turn_orders(flat, annealer)]
+    for codes in orders:
+        folded = fold(flat, codes, annealer)
+        if folded is not None:
+            assert folded.unfold() == codes
+            assert Annealer(folded.flat).score(folded.codes) is not None
+    check(plan(problem, time_limit_s=1).schedule, problem)

@@ -23,7 +23,7 @@ from zbcompile.solution import Solution
 
 __all__ = ["Verified", "explain", "verify", "verify_certificate"]
 
-_MOST_ACTIONS = 5000
+_MOST_ACTIONS = 7000
 """Largest step for which the exact model is built again."""
 
 _MOST_UNITS = 2**53

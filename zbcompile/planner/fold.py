@@ -64,15 +64,15 @@ def fold(flat: Flat, codes: Codes, annealer: Annealer) -> Folded | None:
         return None
     starts = _row_starts(flat, codes)
     for q in range(1, flat.num_ranks + 1):
-        folded = _fold_by(flat, codes, starts, q, 1)
-        if folded is None:
-            continue
-        short = Annealer(folded.flat).score(folded.codes)
-        work = max(flat.work(r) // flat.num_microbatches for r in range(flat.num_ranks))
-        if short is not None and short[0] + folded.repeats * q * work == value[0]:
+        for copies in (1, 4, 3, 2):
+            folded = _fold_by(flat, codes, starts, q, copies)
+            if folded is None or folded.unfold() != codes:
+                continue
+            short = Annealer(folded.flat).score(folded.codes)
+            work = max(flat.work(r) // flat.num_microbatches for r in range(flat.num_ranks))
+            if short is None or (copies == 1 and short[0] + folded.repeats * q * work != value[0]):
+                continue
             return folded
-        found = [_fold_by(flat, codes, starts, q, copies) for copies in (4, 3, 2)]
-        return next((folded for folded in found if folded is not None), None)
     return None
 
 
@@ -98,7 +98,7 @@ def _fold_by(flat: Flat, codes: Codes, starts: list[list[int]], q: int, copies: 
     if any(high == low for low, high in runs):
         return None
     cut = max(times[low] for times, (low, _) in zip(starts, runs, strict=True))
-    lows = [_first_from(times, cut) for times in starts]
+    lows = [max(low, _first_from(times, cut)) for times, (low, _) in zip(starts, runs, strict=True)]
     most = min((high - low) // size for low, (_, high), size in zip(lows, runs, sizes, strict=True)) - copies
     repeats = min(most, (m - _KEPT * p // 2) // q - copies + 1)
     if repeats < 1:

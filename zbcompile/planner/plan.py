@@ -19,6 +19,7 @@ from zbcompile.planner.proofs import (
     proof_share,
     prove_crossing,
     prove_exact,
+    prove_from_below,
 )
 from zbcompile.planner.search import Effort, Search, pattern_orders
 from zbcompile.planner.seeds import try_classic, try_list_schedules
@@ -139,6 +140,7 @@ def search(best: Best, seed: int, time_limit_s: float) -> None:
     glance(best, seed, time_limit_s / 12)
     run.anneal_folded()
     run.anneal(reserve_s=time_limit_s * proof_share(best, time_limit_s))
+    prove_from_below(best, seed)
     prove_crossing(best, seed)
 
 

@@ -12,16 +12,30 @@ from ortools.sat.python import cp_model
 
 from zbcompile.planner.anneal import Annealer
 from zbcompile.planner.bounds import Bound
-from zbcompile.planner.cpsat import exact_unit, solve_exact, split_is_exact
+from zbcompile.planner.cpsat import ask_below, exact_unit, solve_exact, split_is_exact
 from zbcompile.planner.crossing import crossing_bound, grids, most_likely_ranks, rounding_loss, shifted
 from zbcompile.planner.flat import BW, Codes, is_chain
 from zbcompile.planner.paths import Paths
 from zbcompile.planner.state import Best
 
-__all__ = ["EXACT_ACTIONS", "crossing_applies", "glance", "proof_share", "prove_crossing", "prove_exact"]
+__all__ = [
+    "EXACT_ACTIONS",
+    "crossing_applies",
+    "glance",
+    "proof_share",
+    "prove_crossing",
+    "prove_exact",
+    "prove_from_below",
+]
 
 EXACT_ACTIONS = 400
 """Most actions for which the exact model is worth building."""
+
+BELOW_ACTIONS = 6500
+"""Most actions about which questions from below are asked."""
+
+BELOW_STEPS = 1000
+"""They end when the gap is one of so many parts of the value."""
 
 CROSSING_MICROBATCHES = 48
 """Most microbatches for which the crossing model is worth building."""
@@ -70,6 +84,44 @@ def prove_exact(best: Best, seed: int, time_limit_s: float) -> None:
         best.raise_bound(Bound(result.bound_ns, "cp_sat", flat.objective, witness))
 
 
+def below_applies(best: Best) -> bool:
+    """Several stages per rank, about as many microbatches as ranks: memory leaves the solver free."""
+    flat = best.flat
+    return (
+        best.problem.transport == "async"
+        and flat.num_stages > flat.num_ranks
+        and 2 * flat.num_microbatches <= 3 * flat.num_ranks
+        and 3 * flat.num_stages * flat.num_microbatches <= BELOW_ACTIONS
+    )
+
+
+def prove_from_below(best: Best, seed: int) -> None:
+    """Halve the gap again and again: CP-SAT is asked for an order below the middle, or the proof of none.
+
+    A question gets a quarter of the time that is left; what it does not answer counts as too hard, and the
+    next one is asked further down.
+    """
+    if best.done or best.value is None or not below_applies(best):
+        return
+    flat = best.flat.relaxed()
+    exact = split_is_exact(best.flat)
+    witness = {
+        "solver": "CP-SAT",
+        "model": "exact" if exact else "exact on costs that no fusing undercuts",
+        "actions": 3 * flat.num_stages * flat.num_microbatches,
+    }
+    high = best.value
+    while not best.done and high - best.bound.value_ns > best.value // BELOW_STEPS:
+        middle = (best.bound.value_ns + high + 1) // 2
+        result = ask_below(flat, middle, time_limit_s=best.seconds_left / 4, seed=seed)
+        if result.codes is not None:
+            best.offer(result.codes, "cp_sat")
+        elif result.proved:
+            best.raise_bound(Bound(middle, "cp_sat", flat.objective, witness))
+            continue
+        high = middle
+
+
 def crossing_applies(best: Best) -> bool:
     """One stage per rank, not too many microbatches, and at most the memory of p microbatches."""
     flat = best.flat
@@ -82,12 +134,12 @@ def crossing_applies(best: Best) -> bool:
 
 
 def proof_share(best: Best, time_limit_s: float) -> float:
-    """Share of the time to leave for `prove_crossing`: most of it where the whole chain may close.
+    """Share of the time to leave for the solver: most of it where the whole chain may close.
 
     It takes 30 to 60 s for p x m = 192 and 10 to 20 s for 64, on one of two cores.
     """
     if not crossing_applies(best):
-        return 0.0
+        return 0.3 if below_applies(best) else 0.0
     size = best.flat.num_ranks * best.flat.num_microbatches
     return 0.9 if size <= 2.5 * time_limit_s else 0.8 if size <= 3.5 * time_limit_s else 0.4
 
