@@ -10,7 +10,14 @@ from tests.test_classic import paper_problem
 from zbcompile.check import check
 from zbcompile.costs import Profile, StageCost
 from zbcompile.errors import InfeasibleError, UsageError
+from zbcompile.ir import Placement
+from zbcompile.planner import proofs
+from zbcompile.planner.bounds import best_bound
+from zbcompile.planner.cpsat import ExactResult
+from zbcompile.planner.flat import Flat
 from zbcompile.planner.plan import Progress, plan
+from zbcompile.planner.seeds import one_at_a_time
+from zbcompile.planner.state import Best
 from zbcompile.problem import Problem
 
 
@@ -82,3 +89,22 @@ def test_unknown_choices_are_refused() -> None:
     problem = Problem.of(Profile.uniform(StageCost.simple(3, 4, 2), 2))
     with pytest.raises(UsageError, match="fusing"):
         plan(problem, fuse="sometimes")
+
+
+def test_questions_that_are_not_answered_are_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of a few ns leave no step below one: each question is asked further down, then it ends."""
+    asked = []
+
+    def silent(flat: Flat, value_ns: int, **_: object) -> ExactResult:
+        asked.append(value_ns)
+        return ExactResult(None, None, 0, False, 0.0)
+
+    monkeypatch.setattr(proofs, "ask_below", silent)
+    problem = Problem.of(Profile.uniform(StageCost.simple(2, 2, 1, 2, 1), 8, 1), Placement.v(4), 4, 16)
+    best = Best(problem, best_bound(problem), time_limit_s=60)
+    best.offer(one_at_a_time(best.flat), "test")
+    assert best.value is not None
+    proofs.prove_from_below(best, 0)
+    assert asked[0] <= best.value
+    assert asked == sorted(set(asked), reverse=True)
+    assert asked[-1] == best.bound.value_ns + 1

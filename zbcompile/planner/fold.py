@@ -63,13 +63,16 @@ def fold(flat: Flat, codes: Codes, annealer: Annealer) -> Folded | None:
     if value is None or any(kind == BW for row in codes for kind, _ in row):
         return None
     starts = _row_starts(flat, codes)
+    work = max(flat.work(r) // flat.num_microbatches for r in range(flat.num_ranks))
     for q in range(1, flat.num_ranks + 1):
+        middle = _middle(flat, codes, starts, q)
+        if middle is None:
+            continue
         for copies in (1, 4, 3, 2):
-            folded = _fold_by(flat, codes, starts, q, copies)
+            folded = _fold_at(flat, codes, *middle, q, copies)
             if folded is None or folded.unfold() != codes:
                 continue
             short = Annealer(folded.flat).score(folded.codes)
-            work = max(flat.work(r) // flat.num_microbatches for r in range(flat.num_ranks))
             if short is None or (copies == 1 and short[0] + folded.repeats * q * work != value[0]):
                 continue
             return folded
@@ -90,16 +93,25 @@ def _row_starts(flat: Flat, codes: Codes) -> list[list[int]]:
     return rows
 
 
-def _fold_by(flat: Flat, codes: Codes, starts: list[list[int]], q: int, copies: int) -> Folded | None:
-    """Fold by blocks of q microbatches, cut at one time on all ranks; ``copies`` of the block stay."""
-    p, m = flat.num_ranks, flat.num_microbatches
+def _middle(flat: Flat, codes: Codes, starts: list[list[int]], q: int) -> tuple[list[int], int] | None:
+    """Where blocks of q microbatches begin to repeat, at one time on all ranks, and how often they do."""
     sizes = [3 * q * len(stages) for stages in flat.stages_of]
-    runs = [_longest_run(row, size, q) for row, size in zip(codes, sizes, strict=True)]
-    if any(high == low for low, high in runs):
-        return None
+    runs = []
+    for row, size in zip(codes, sizes, strict=True):
+        low, high = _longest_run(row, size, q)
+        if high == low:
+            return None
+        runs.append((low, high))
     cut = max(times[low] for times, (low, _) in zip(starts, runs, strict=True))
     lows = [max(low, _first_from(times, cut)) for times, (low, _) in zip(starts, runs, strict=True)]
-    most = min((high - low) // size for low, (_, high), size in zip(lows, runs, sizes, strict=True)) - copies
+    return lows, min((high - low) // size for low, (_, high), size in zip(lows, runs, sizes, strict=True))
+
+
+def _fold_at(flat: Flat, codes: Codes, lows: list[int], blocks: int, q: int, copies: int) -> Folded | None:
+    """Take out what can be spared of the ``blocks`` from ``lows`` on; ``copies`` stay."""
+    p, m = flat.num_ranks, flat.num_microbatches
+    sizes = [3 * q * len(stages) for stages in flat.stages_of]
+    most = blocks - copies
     repeats = min(most, (m - _KEPT * p // 2) // q - copies + 1)
     if repeats < 1:
         return None

@@ -138,8 +138,9 @@ def search(best: Best, seed: int, time_limit_s: float) -> None:
     if not long:
         run.add_patterns()
     glance(best, seed, time_limit_s / 12)
-    run.anneal_folded()
-    run.anneal(reserve_s=time_limit_s * proof_share(best, time_limit_s))
+    reserve_s = time_limit_s * proof_share(best, time_limit_s)
+    run.anneal_folded(reserve_s)
+    run.anneal(reserve_s)
     prove_from_below(best, seed)
     prove_crossing(best, seed)
 

@@ -110,7 +110,7 @@ def prove_from_below(best: Best, seed: int) -> None:
         "model": "exact" if exact else "exact on costs that no fusing undercuts",
         "actions": 3 * flat.num_stages * flat.num_microbatches,
     }
-    high = best.value
+    high = best.value  # the highest question still worth asking
     while not best.done and high - best.bound.value_ns > best.value // BELOW_STEPS:
         middle = (best.bound.value_ns + high + 1) // 2
         result = ask_below(flat, middle, time_limit_s=best.seconds_left / 4, seed=seed)
@@ -119,7 +119,7 @@ def prove_from_below(best: Best, seed: int) -> None:
         elif result.proved:
             best.raise_bound(Bound(middle, "cp_sat", flat.objective, witness))
             continue
-        high = middle
+        high = middle - 1
 
 
 def crossing_applies(best: Best) -> bool:

@@ -24,7 +24,7 @@ from zbcompile.planner.state import Best
 from zbcompile.planner.tables import HAVE_NUMBA, unpack
 from zbcompile.planner.turns import turn_orders
 
-__all__ = ["Effort", "Search", "block_orders", "dispatched_orders", "improve", "pattern_orders"]
+__all__ = ["Effort", "Search", "block_orders", "dispatched_orders", "pattern_orders"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class Search:
         self._offer(pattern_orders(self.best, self.annealer, self.effort, rng))
 
     def _offer(self, found: list[Scored]) -> None:
-        self.take([codes for _, _, codes in found])
+        self._take(found)
         for _, _, codes in self.pool:
             self.best.offer(codes, "pattern")
 
@@ -178,20 +178,24 @@ class Search:
     def _over(self) -> bool:
         return self.best.seconds_left <= 0
 
-    def anneal_folded(self, last: int = 27) -> list[Folded]:
+    def anneal_folded(self, reserve_s: float = 0.0, last: int = 27) -> list[Folded]:
         """Anneal the orders with a periodic middle without its repetitions; the results join the pool.
 
-        last : tries of the last round, in those of the first.
+        reserve_s : as for `anneal`. last : tries of the last round, in those of the first.
         """
-        flat, whole = self.best.flat, Annealer(self.best.flat)
-        starts = [fold(flat, codes, whole) for _, _, codes in self.pool]
-        found = self._halve([start for start in starts if start is not None], 0.0, last)
-        self.take([folded.unfold() for folded in found])
+        best = self.best
+        starts = [
+            fold(best.flat, codes, self.annealer)
+            for _, _, codes in self.pool
+            if best.seconds_left > reserve_s
+        ]
+        found = self._halve([start for start in starts if start is not None], reserve_s, last)
+        self._take(_scored(self.annealer, [folded.unfold() for folded in found]))
         return found
 
-    def take(self, orders: list[Codes]) -> None:
+    def _take(self, found: list[Scored]) -> None:
         """Let orders join the pool: the best stay, as many as are annealed."""
-        pool = _distinct(_scored(self.annealer, orders) + self.pool)[: self.effort.seeds]
+        pool = _distinct(found + self.pool)[: self.effort.seeds]
         self.pool = [e for k, e in enumerate(pool) if k < 3 or e[0] <= _HOPELESS * pool[0][0]]
 
     def anneal(self, reserve_s: float = 0.0) -> None:
@@ -252,16 +256,6 @@ class Search:
                 yield from cores.map(run, range(len(starts)))
             finally:
                 halted.set()
-
-
-def improve(best: Best, seeds: list[Codes], effort: Effort, seed: int) -> None:
-    """All steps of a `Search` in a row."""
-    if not best.done:
-        search = Search(best, effort, seed)
-        search.start(seeds)
-        search.add_patterns()
-        search.anneal_folded()
-        search.anneal()
 
 
 def _scored(annealer: Annealer, orders: list[Codes]) -> list[Scored]:
