@@ -41,7 +41,7 @@ lint: $(READY)
 	$(BIN)/lint-imports --no-logo
 
 models: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) tests/test_models.py -vv $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) tests/pipeline/test_models.py -vv $(PYTEST_ARGS)
 
 wheel: $(READY)
 	$(BIN)/python -m build --no-isolation --outdir dist

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from zbcompile.passes.calibration import calibration_report
-from zbcompile.passes.frontend import build_stages
+from zbcompile.compiler.stages import build_stages
+from zbcompile.passes.profile.calibration import calibration_report
 
 
 def gpt2(hidden: int, seq: int) -> nn.Module:

@@ -76,13 +76,13 @@ def measure_case(name: str, device: str, time_limit: float) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    from zbcompile.passes.capture import capture
-    from zbcompile.passes.constant_masks import fold_constant_masks
-    from zbcompile.passes.counted import counted_profile
-    from zbcompile.passes.partition import partition
-    from zbcompile.passes.split_backward import split_backward
+    from zbcompile.passes.capture.capture import capture
+    from zbcompile.passes.capture.constant_masks import fold_constant_masks
+    from zbcompile.passes.partition.partition import partition
+    from zbcompile.passes.profile.counted import counted_profile
+    from zbcompile.passes.split.split_backward import split_backward
     from zbcompile.planner.plan import plan
-    from zbcompile.problem import Problem
+    from zbcompile.schedule.problem import Problem
 
     case = CASES[name]
     steps: dict[str, tuple[float, float]] = {}

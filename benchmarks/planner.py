@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zbcompile.costs import Link, Profile, StageCost
-from zbcompile.ir import Placement
 from zbcompile.planner.plan import plan
-from zbcompile.problem import Problem
-from zbcompile.solution import Solution
+from zbcompile.schedule.costs import Link, Profile, StageCost
+from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.solution import Solution
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data"
 PAPER = json.loads((DATA / "paper_profiles.json").read_text())["configs"]

@@ -28,20 +28,20 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.runtime_modules import Gpt, SleepingModule
-from zbcompile.check import check
-from zbcompile.costs import Edge, Link, Profile, StageCost
-from zbcompile.driver import Options, Plan, lower, rated, rehearse
-from zbcompile.driver import plan as make_plan
+from zbcompile.compiler.driver import Options, Plan, lower, rated, rehearse
+from zbcompile.compiler.driver import plan as make_plan
 from zbcompile.errors import ZBCompileError
 from zbcompile.formats import torch_csv
-from zbcompile.ir import Action, Kind, Placement, Schedule
-from zbcompile.problem import Problem
-from zbcompile.runtime.distributed import DistributedRunner
+from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.launch import spawn, spawn_outcomes
 from zbcompile.runtime.sleeping import sleeping_stages
 from zbcompile.runtime.verbs import Setup, Step
-from zbcompile.simulate import memory_peaks, simulate
+from zbcompile.schedule.check import check
+from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
+from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import memory_peaks, simulate
 
 MS = 1_000_000
 LINK = Link(100_000, 2_000_000_000)
@@ -288,7 +288,7 @@ def small_gpt(quick: bool) -> None:
 
 def faults(quick: bool) -> None:
     """Table 5: every survivor's seconds from the fault to its end."""
-    from tests.gloo_workers import NUM_RANKS, train
+    from tests.support.gloo_workers import NUM_RANKS, train
 
     runs, limit = (2 if quick else 20), 2.0
     print(

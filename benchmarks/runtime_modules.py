@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbcompile.costs import StageCost
 from zbcompile.runtime.sleeping import sleep_ns
+from zbcompile.schedule.costs import StageCost
 
 __all__ = ["Gpt", "SleepingModule"]
 

@@ -32,12 +32,12 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.allocator import bytes_in_use
 from benchmarks.stage_cases import CASES, LAYERS, StageCase
-from zbcompile.passes.backends import compile_graph
-from zbcompile.passes.capture import capture
-from zbcompile.passes.constant_masks import fold_constant_masks
-from zbcompile.passes.partition import partition
-from zbcompile.passes.split_backward import split_backward
-from zbcompile.passes.stage_graphs import Graphs, StageGraphs
+from zbcompile.passes.capture.capture import capture
+from zbcompile.passes.capture.constant_masks import fold_constant_masks
+from zbcompile.passes.partition.partition import partition
+from zbcompile.passes.split.backends import compile_graph
+from zbcompile.passes.split.split_backward import split_backward
+from zbcompile.passes.split.stage_graphs import Graphs, StageGraphs
 
 Phases = Iterator[None]
 """A way to run the stage once: a generator that pauses after F, after B and after W."""

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
+from tests.support.places import DATA, GOLDEN
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 settings.register_profile("zbcompile", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("zbcompile")
-DATA = Path(__file__).parent / "data"
-GOLDEN = Path(__file__).parent / "golden"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.support.places import ROOT
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -43,7 +44,7 @@ def test_the_wheel_holds_every_module_schema_and_mark(wheel: zipfile.ZipFile) ->
     for path in wanted:
         inside = Path("zbcompile") / path if path.parts[0] == "passes" else path
         assert inside.as_posix() in names
-    assert "zbcompile/passes/capture.py" in names
+    assert "zbcompile/passes/capture/capture.py" in names
     assert "zbcompile/py.typed" in names
     assert not any(name.startswith(("passes/", "tests/", "benchmarks/")) for name in names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -51,7 +52,7 @@ def test_the_wheel_holds_every_module_schema_and_mark(wheel: zipfile.ZipFile) ->
 
 def test_the_wheel_names_its_command_and_licence(wheel: zipfile.ZipFile) -> None:
     info = {Path(name).name: name for name in wheel.namelist() if ".dist-info/" in name}
-    assert "zbcompile = zbcompile.cli:main" in wheel.read(info["entry_points.txt"]).decode()
+    assert "zbcompile = zbcompile.cli.main:main" in wheel.read(info["entry_points.txt"]).decode()
     metadata = wheel.read(info["METADATA"]).decode()
     assert "License-Expression: Apache-2.0" in metadata
     assert f"Version: {PROJECT['project']['version']}" in metadata
@@ -59,7 +60,7 @@ def test_the_wheel_names_its_command_and_licence(wheel: zipfile.ZipFile) -> None
 
 def test_a_wheel_runs_without_its_sources(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path)
-    script = "import sys, zbcompile.passes, zbcompile.cli as c; sys.exit(c.main(['schema', 'profile']))"
+    script = "import sys, zbcompile.passes, zbcompile.cli.main as c; sys.exit(c.main(['schema', 'profile']))"
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=tmp_path,
@@ -100,11 +101,15 @@ def test_every_dependency_is_pinned_without_hosts_or_local_versions() -> None:
 def test_every_package_folder_is_listed() -> None:
     listed = set(PROJECT["tool"]["setuptools"]["packages"])
     found = {
-        ".".join(path.parent.relative_to(ROOT).parts)
-        for path in (ROOT / "zbcompile").rglob("__init__.py")
-        if "passes" not in path.parts
+        ".".join((*above, *path.parent.relative_to(folder).parts))
+        for folder, above in (
+            (ROOT / "zbcompile", ("zbcompile",)),
+            (ROOT / "passes", ("zbcompile", "passes")),
+        )
+        for path in folder.rglob("__init__.py")
+        if folder.name == "passes" or "passes" not in path.parts
     }
-    assert found | {"zbcompile.passes"} == listed
+    assert found == listed
 
 
 def test_passes_is_a_link_that_git_keeps() -> None:
@@ -121,5 +126,5 @@ def test_the_licence_is_whole() -> None:
 
 
 def test_nobody_imports_passes_by_its_bare_name() -> None:
-    for path in [*ROOT.glob("zbcompile/**/*.py"), *ROOT.glob("passes/*.py"), *ROOT.glob("tests/*.py")]:
+    for path in [*ROOT.glob("zbcompile/**/*.py"), *ROOT.glob("passes/**/*.py"), *ROOT.glob("tests/**/*.py")]:
         assert not re.search(r"^\s*(from|import) passes\b", path.read_text(), re.MULTILINE), path

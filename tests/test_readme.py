@@ -6,14 +6,13 @@ import ast
 import json
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 
-from zbcompile.cli import build_parser, main
+from tests.support.places import ROOT
+from zbcompile.cli.main import build_parser, main
 from zbcompile.formats import profile_json, schedule_json
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 SHELL = [line.split("  #")[0].strip() for kind, text in BLOCKS if not kind for line in text.splitlines()]
@@ -53,7 +52,7 @@ def test_every_command_of_the_parser_is_described() -> None:
 
 def test_the_python_example_uses_arguments_that_exist() -> None:
     (source,) = [text for kind, text in BLOCKS if kind == "python"]
-    api = ast.parse((ROOT / "zbcompile" / "api.py").read_text())
+    api = ast.parse((ROOT / "zbcompile" / "pipeline.py").read_text())
     (function,) = [n for n in api.body if isinstance(n, ast.FunctionDef) and n.name == "compile"]
     known = {a.arg for a in (*function.args.args, *function.args.kwonlyargs)}
     calls = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zbcompile.api import Pipeline, Stage, compile
+    from zbcompile.pipeline import Pipeline, Stage, compile
 
 __all__ = ["Pipeline", "Stage", "compile"]
 __version__ = "0.1.0"
@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from zbcompile import api
+        from zbcompile import pipeline as api
 
         return getattr(api, name)
     raise AttributeError(f"module 'zbcompile' has no attribute {name!r}")

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from zbcompile.cli import main
+from zbcompile.cli.main import main
 
 sys.exit(main())

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import zbcompile
+from zbcompile.autograd_oracle import autograd_step
 from zbcompile.errors import UsageError
 from zbcompile.formats import profile_json, schedule_json
-from zbcompile.reference import autograd_step
 from zbcompile.runtime.launch import spawn
-from zbcompile.solution import Solution
+from zbcompile.schedule.solution import Solution
 
 __all__ = ["Comparison", "Settings", "compare", "gpt2", "run_processes"]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.measured_json import Measured
-from zbcompile.ir import Action
-from zbcompile.simulate import Timeline
+from zbcompile.schedule.ir import Action
+from zbcompile.schedule.simulate import Timeline
 
 __all__ = ["dumps", "dumps_measured"]
 
@@ -18,7 +18,7 @@ _LANES = ((_COMPUTE, "compute"), (_SEND, "send"), (_RECEIVE, "receive"))
 def dumps(timeline: Timeline) -> str:
     """A plan as a trace: a process per rank; lanes for compute, sends and receives; a counter of bytes held.
 
-    Times are microseconds, as the format wants. Sizes are those of `zbcompile.simulate`.
+    Times are microseconds, as the format wants. Sizes are those of `zbcompile.schedule.simulate`.
     """
     events: list[object] = []
     for rank, row in enumerate(timeline.schedule.order):

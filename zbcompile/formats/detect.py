@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zbcompile.formats import schedule_json
 from zbcompile.formats.schedule_json import ScheduleFile
-from zbcompile.ir import Schedule
+from zbcompile.schedule.ir import Schedule
 
 __all__ = ["load_schedule"]
 

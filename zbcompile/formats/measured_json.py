@@ -9,7 +9,7 @@ from zbcompile.errors import FormatError
 from zbcompile.formats.fields import MAX_AMOUNT, Fields, format_json, integer, items, parse_json
 from zbcompile.formats.profile_json import MAX_STAGES
 from zbcompile.formats.schedule_json import action_from, action_to
-from zbcompile.ir import MAX_COUNT, Action, Kind
+from zbcompile.schedule.ir import MAX_COUNT, Action, Kind
 
 __all__ = ["NAME", "Measured", "dumps", "loads"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zbcompile.costs import Edge, Link, Profile, StageCost
 from zbcompile.errors import FormatError
 from zbcompile.formats.fields import Fields, format_json, guarded, integer, items, parse_json
-from zbcompile.ir import MAX_COUNT, Placement
-from zbcompile.problem import OBJECTIVES, TRANSPORTS, Problem
+from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
+from zbcompile.schedule.ir import MAX_COUNT, Placement
+from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS, Problem
 
 __all__ = [
     "MAX_STAGES",

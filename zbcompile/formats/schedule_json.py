@@ -16,9 +16,9 @@ from zbcompile.formats.profile_json import (
     profile_from,
     profile_to,
 )
-from zbcompile.ir import MAX_COUNT, Action, Kind, Placement, Schedule
-from zbcompile.problem import OBJECTIVES, TRANSPORTS, Problem
-from zbcompile.solution import Certificate, Solution
+from zbcompile.schedule.ir import MAX_COUNT, Action, Kind, Placement, Schedule
+from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS, Problem
+from zbcompile.schedule.solution import Certificate, Solution
 
 __all__ = ["NAME", "ScheduleFile", "action_from", "action_to", "check_size", "dumps", "loads"]
 
@@ -92,7 +92,7 @@ def dumps(content: ScheduleFile | Solution | Schedule) -> str:
 
 
 def loads(text: str, where: str = "schedule") -> ScheduleFile:
-    """Read a schedule file. The order is well formed, not yet legal: `zbcompile.check` judges it.
+    """Read a schedule file. The order is well formed, not yet legal: `zbcompile.schedule.check` judges it.
 
     Raises `FormatError` naming the field for anything broken, foreign or out of bounds.
     """

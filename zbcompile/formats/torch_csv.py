@@ -17,7 +17,7 @@ from zbcompile.errors import FormatError, UsageError
 from zbcompile.formats.fields import guarded
 from zbcompile.formats.profile_json import MAX_STAGES
 from zbcompile.formats.schedule_json import check_size
-from zbcompile.ir import MAX_COUNT, Action, Kind, Placement, Schedule
+from zbcompile.schedule.ir import MAX_COUNT, Action, Kind, Placement, Schedule
 
 __all__ = ["CsvSchedule", "dumps", "loads"]
 

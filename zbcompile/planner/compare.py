@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zbcompile.check import faults
 from zbcompile.errors import InfeasibleError, UsageError
-from zbcompile.ir import Placement
-from zbcompile.planner.classic import orders_for
-from zbcompile.planner.flat import to_schedule
+from zbcompile.planner.core.instance import to_schedule
 from zbcompile.planner.plan import plan
-from zbcompile.problem import Problem
-from zbcompile.simulate import simulate
+from zbcompile.planner.starts.classic import orders_for
+from zbcompile.schedule.check import faults
+from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import simulate
 
 __all__ = ["Comparison", "compare", "verdict"]
 

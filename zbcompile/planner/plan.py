@@ -6,13 +6,10 @@ import random
 from collections.abc import Callable
 
 from zbcompile.errors import UsageError
-from zbcompile.planner.anneal import Annealer
-from zbcompile.planner.bounds import best_bound
-from zbcompile.planner.flat import check_caps
-from zbcompile.planner.fuse import fusing_tries, improve_fusing
-from zbcompile.planner.holding import holding_bound
-from zbcompile.planner.merged import merged, taken_apart
-from zbcompile.planner.proofs import (
+from zbcompile.planner.bounds.analytic import best_bound
+from zbcompile.planner.bounds.blocking_send import holding_bound
+from zbcompile.planner.core.instance import check_caps
+from zbcompile.planner.exact.proofs import (
     EXACT_ACTIONS,
     crossing_applies,
     glance,
@@ -21,13 +18,16 @@ from zbcompile.planner.proofs import (
     prove_exact,
     prove_from_below,
 )
+from zbcompile.planner.improve.anneal import Annealer
+from zbcompile.planner.improve.fuse import fusing_tries, improve_fusing
+from zbcompile.planner.incumbent import Best, Progress
 from zbcompile.planner.search import Effort, Search, pattern_orders
-from zbcompile.planner.seeds import try_classic, try_list_schedules
-from zbcompile.planner.state import Best, Progress
-from zbcompile.planner.stretch import stretch
+from zbcompile.planner.starts.initial import try_classic, try_list_schedules
+from zbcompile.planner.starts.merged import merged, taken_apart
+from zbcompile.planner.starts.stretch import stretch
 from zbcompile.planner.variants import fixed, offers_variants, plan_variants
-from zbcompile.problem import Problem
-from zbcompile.solution import Solution
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.solution import Solution
 
 __all__ = ["Progress", "plan"]
 

@@ -12,17 +12,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from zbcompile.planner.anneal import Annealer
-from zbcompile.planner.blocks import block_order
-from zbcompile.planner.dispatch import Dispatcher
-from zbcompile.planner.flat import Codes, Flat, is_chain
-from zbcompile.planner.fold import Folded, fold
-from zbcompile.planner.offsets import Pattern, mutate, standard_patterns, waves_of
-from zbcompile.planner.ranked import ranked_orders
-from zbcompile.planner.reweave import rewoven
-from zbcompile.planner.state import Best
-from zbcompile.planner.tables import HAVE_NUMBA, unpack
-from zbcompile.planner.turns import turn_orders
+from zbcompile.planner.core.dispatch import Dispatcher
+from zbcompile.planner.core.instance import Codes, Flat, is_chain
+from zbcompile.planner.core.tables import HAVE_NUMBA, unpack
+from zbcompile.planner.improve.anneal import Annealer
+from zbcompile.planner.improve.fold import Folded, fold
+from zbcompile.planner.improve.redispatch import rewoven
+from zbcompile.planner.incumbent import Best
+from zbcompile.planner.starts.kind_ranking import ranked_orders
+from zbcompile.planner.starts.offset_keys import Pattern, mutate, standard_patterns, waves_of
+from zbcompile.planner.starts.repeated_blocks import block_order
+from zbcompile.planner.starts.v_list import turn_orders
 
 __all__ = ["Effort", "Search", "block_orders", "dispatched_orders", "pattern_orders"]
 

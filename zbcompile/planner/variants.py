@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from zbcompile.costs import Profile, StageCost
 from zbcompile.errors import InfeasibleError
-from zbcompile.planner.bounds import Bound, best_bound
-from zbcompile.planner.flat import check_caps
-from zbcompile.planner.holding import holding_bound
-from zbcompile.planner.state import Progress
-from zbcompile.problem import Problem
-from zbcompile.solution import Certificate, Solution
+from zbcompile.planner.bounds.analytic import Bound, best_bound
+from zbcompile.planner.bounds.blocking_send import holding_bound
+from zbcompile.planner.core.instance import check_caps
+from zbcompile.planner.incumbent import Progress
+from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.solution import Certificate, Solution
 
 __all__ = ["cheapest", "fixed", "joint_bound", "offers_variants", "plan_variants"]
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zbcompile.errors import PipelineError, ZBCompileError
-from zbcompile.ir import Kind
+from zbcompile.runtime.channels.channel import describe
 from zbcompile.runtime.program import Program
-from zbcompile.runtime.transport import describe
 from zbcompile.runtime.verbs import Rank, Step, Wait, Waits, check_finished
+from zbcompile.schedule.ir import Kind
 
 __all__ = ["failure", "run_together"]
 

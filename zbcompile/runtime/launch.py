@@ -84,7 +84,7 @@ def spawn_outcomes(
     method = "fork" if inherit else "forkserver" if sys.platform == "linux" else "spawn"
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
-        context.set_forkserver_preload(["zbcompile.api"])
+        context.set_forkserver_preload(["zbcompile.pipeline"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
     start = time.monotonic()

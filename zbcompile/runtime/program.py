@@ -26,7 +26,7 @@ class Program:
 
     @staticmethod
     def load(text: str, rank: int) -> Program:
-        """Compile a text that `zbcompile.passes.codegen.emit` made. Its lines appear in tracebacks."""
+        """Compile a text that `zbcompile.passes.lower.codegen.emit` made. Its lines appear in tracebacks."""
         name = f"<program of rank {rank}>"
         code: CodeType = compile(text, name, "exec")
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)

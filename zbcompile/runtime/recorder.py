@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from zbcompile.ir import Action, Kind
 from zbcompile.runtime import torch_private
+from zbcompile.schedule.ir import Action, Kind
 
 __all__ = ["Recorder"]
 

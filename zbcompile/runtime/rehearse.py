@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from zbcompile.costs import Link, Profile
 from zbcompile.formats.measured_json import Measured
-from zbcompile.ir import Action, Kind, Schedule
-from zbcompile.problem import Problem
-from zbcompile.runtime.distributed import DistributedRunner
+from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.sleeping import sleeping_stages
 from zbcompile.runtime.verbs import Setup, Step
-from zbcompile.simulate import Timeline, simulate
+from zbcompile.schedule.costs import Link, Profile
+from zbcompile.schedule.ir import Action, Kind, Schedule
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import Timeline, simulate
 
 __all__ = ["Rehearsal", "Row", "rehearse_rank"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbcompile.costs import Profile
+from zbcompile.schedule.costs import Profile
 
 __all__ = ["Sleeping", "SleepingPort", "sleep_ns", "sleeping_stages"]
 

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.errors import PipelineError, ShapeError
-from zbcompile.ir import Kind, Placement
+from zbcompile.runtime.channels.channel import Key, Ticket, Transport, describe
 from zbcompile.runtime.gradients import GradientSums, tied_holders
-from zbcompile.runtime.layout import Layout
 from zbcompile.runtime.randomness import stream, stream_seed
 from zbcompile.runtime.recorder import Recorder
-from zbcompile.runtime.stages import RunnableStage, Wiring
-from zbcompile.runtime.transport import Key, Ticket, Transport, describe
+from zbcompile.runtime.wire_format import Layout
+from zbcompile.runtime.wiring import RunnableStage, Wiring
+from zbcompile.schedule.ir import Kind, Placement
 
 __all__ = ["Rank", "Setup", "Step", "Wait", "Waits"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zbcompile.costs import Edge, Profile, StageCost
-from zbcompile.ir import Action, Kind, Placement, Schedule
-from zbcompile.problem import Problem
-from zbcompile.simulate import Timeline, simulate
+from zbcompile.schedule.costs import Edge, Profile, StageCost
+from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import Timeline, simulate
 
 __all__ = ["Baseline", "merge_stages", "one_f_one_b"]
 

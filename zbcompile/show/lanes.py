@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.style import Style
 from rich.text import Text
 
-from zbcompile.ir import Action, Kind
+from zbcompile.schedule.ir import Action, Kind
 from zbcompile.show.palette import BLOCKS, Glyphs, fill_of, heat, ink, paint
 
 __all__ = ["Box", "Message", "Window", "bar_lane", "memory_lane", "message_lane"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rich.style import Style
 
-from zbcompile.ir import Action, Kind
+from zbcompile.schedule.ir import Action, Kind
 
 __all__ = ["ASCII", "BLOCKS", "UNICODE", "Glyphs", "fill_of", "heat", "ink", "paint"]
 

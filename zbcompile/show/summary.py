@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbcompile.costs import Profile, StageCost
 from zbcompile.formats.measured_json import Measured
 from zbcompile.formats.schedule_json import ScheduleFile
-from zbcompile.ir import Kind, Schedule
-from zbcompile.problem import Problem
+from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.ir import Kind, Schedule
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import Timeline, simulate
+from zbcompile.schedule.solution import Certificate
 from zbcompile.show.baseline import Baseline, one_f_one_b
 from zbcompile.show.units import TimeUnit, format_bytes, percent, time_unit
-from zbcompile.simulate import Timeline, simulate
-from zbcompile.solution import Certificate
 
 __all__ = [
     "Plan",

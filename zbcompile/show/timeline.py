@@ -9,15 +9,15 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.style import Style
 from rich.text import Text
 
-from zbcompile.events import Message as Sent
-from zbcompile.events import messages_of
 from zbcompile.formats.measured_json import Measured
-from zbcompile.ir import Action, Kind
+from zbcompile.schedule.event_graph import Message as Sent
+from zbcompile.schedule.event_graph import messages_of
+from zbcompile.schedule.ir import Action, Kind
+from zbcompile.schedule.simulate import Timeline, action_times
 from zbcompile.show.lanes import Box, Message, Window, bar_lane, memory_lane, message_lane
 from zbcompile.show.palette import ASCII, UNICODE, Glyphs, fill_of, ink, paint
 from zbcompile.show.summary import Plan, headline, kind_means, memory_text, proof_line
 from zbcompile.show.units import percent, ticks
-from zbcompile.simulate import Timeline, action_times
 
 __all__ = ["Picture", "View"]
 

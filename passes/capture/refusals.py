@@ -1,0 +1,188 @@
+"""Why a capture failed, in the reader's terms: the module, the line, the reason, what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import FrameType, TracebackType
+from typing import Any
+
+from torch import nn
+from torch.fx import Graph
+
+from zbcompile.errors import CaptureError, ZBCompileError
+from zbcompile.passes import torch_private
+from zbcompile.passes.aliasing import StorageGroups
+from zbcompile.passes.capture.trace_guards import Changes, Watch
+from zbcompile.passes.provenance import is_own_file, is_torch_file
+
+__all__ = [
+    "explain",
+    "refuse_changed_state",
+    "refuse_kept_tensors",
+    "refuse_wrappers",
+]
+
+_DATA_DEPENDENT = (
+    "data-dependent",
+    "Could not guard",
+    "GuardOnDataDependent",
+    "DataDependent",
+    "_local_scalar_dense",
+)
+_LEFT_THE_GRAPH = "fake tensor in the exported program constant"
+_REASONS = (
+    (
+        _DATA_DEPENDENT,
+        "a Python branch or loop depends on tensor data",
+        "replace it by torch.where or another tensor operation, or by a flag fixed before training",
+    ),
+    (
+        ("_ctc_loss",),
+        "torch cannot trace ctc_loss: the size of what it keeps depends on the targets",
+        "compute the loss outside of the pipeline, or put it into a torch.autograd.Function",
+    ),
+    (
+        ("DynamicOutputShape",),
+        "the shape of a result depends on tensor data",
+        "give lengths and sizes as Python numbers, or use an operation with a fixed shape",
+    ),
+    (
+        (".numpy() is not supported", "__array__"),
+        "tensor data leaves torch for numpy",
+        "do it with torch functions, or before the model and pass the result in",
+    ),
+    (
+        ("UncapturedHigherOrderOp",),
+        "a call that takes functions (such as torch.cond) cannot be split",
+        "use torch.where or a loop in Python, or a choice that is made before training",
+    ),
+    (
+        ("but got FakeTensor", "type must be tuple of ints"),
+        "a size is taken from tensor data",
+        "give lengths and sizes as Python numbers (pad sequences instead of packing them)",
+    ),
+    (
+        ("Couldn't swap",),
+        "a module is moved or cast inside the forward",
+        "call module.to(...) once, before the model is compiled",
+    ),
+    (
+        (_LEFT_THE_GRAPH,),
+        "a tensor leaves the graph and comes back",
+        "do it with plain torch functions, or put it into a torch.autograd.Function",
+    ),
+)
+
+
+def explain(model: nn.Module, whole: nn.Module, error: BaseException, watch: Watch) -> ZBCompileError:
+    """A CaptureError that names op, source line and module path (of the model, or of its loss in
+    ``whole``); errors of this package pass through."""
+    if isinstance(error, ZBCompileError):
+        return error
+    line, path = _locate(whole, error)
+    text = f"{type(error).__name__}: {error}"
+    reason, fix = _reason(text)
+    op = watch.failed or (watch.read if any(mark in text for mark in _DATA_DEPENDENT) else "")
+    op = f" in {op}" if op else ""
+    if watch.transform and not any(mark in text for mark in _DATA_DEPENDENT):
+        reason, line = f"a torch.func transform cannot be traced here ({reason})", line or watch.transform
+        fix = "use torch.autograd.grad(..., create_graph=True), or put it into a torch.autograd.Function"
+    line = line or watch.suspect
+    at = f" at {line}" if line else ""
+    return CaptureError(f"cannot capture {type(model).__name__}: {reason}{op}{at}", where=path, fix=fix)
+
+
+def _reason(text: str) -> tuple[str, str]:
+    for marks, reason, fix in _REASONS:
+        if any(mark in text for mark in marks):
+            return reason, fix
+    first = text.strip().splitlines()[0] if text.strip() else "unknown reason"
+    return first[:300], ""
+
+
+def _locate(model: nn.Module, error: BaseException) -> tuple[str, str]:
+    """(file:line of the last frame outside torch, path of the innermost module) along the traceback."""
+    names = {id(module): name for name, module in model.named_modules()}
+    line, path = "", ""
+    for frame, number in _frames(error.__traceback__):
+        file = frame.f_code.co_filename
+        owner = frame.f_locals.get("self")
+        if id(owner) in names:
+            path = names[id(owner)]
+        if not file.startswith("<") and not is_torch_file(file) and not is_own_file(file):
+            line = f"{file}:{number}"
+    return line, path
+
+
+def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
+    found = []
+    while traceback is not None:
+        found.append((traceback.tb_frame, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return found
+
+
+def refuse_changed_state(graph: Graph, roles: Mapping[str, Any]) -> None:
+    """Refuse a forward that changes a parameter or a plain tensor in place; names it and the line."""
+    groups = StorageGroups(graph)
+    for root, changes in groups.changes.items():
+        for member in groups.members[root]:
+            kind = roles[member.name].kind if member.op == "placeholder" else ""
+            if kind not in ("parameter", "constant"):
+                continue
+            name = roles[member.name].name.removeprefix("model.")
+            what = "a plain tensor" if name.startswith("lifted_tensor") else f"the plain tensor {name!r}"
+            what = f"parameter {name!r}" if kind == "parameter" else what
+            raise CaptureError(
+                f"the forward changes {what} in place ({changes[0].target})",
+                where=changes[0].meta["source"],
+                fix="change it after the step, or register it as a buffer",
+            )
+
+
+def refuse_kept_tensors(graph: Graph, roles: Mapping[str, Any], changes: Changes) -> None:
+    """Refuse a plain tensor that the forward reads and then replaces: each call would read the first."""
+    for hole in graph.find_nodes(op="placeholder"):
+        name = roles[hole.name].name.removeprefix("model.")
+        if roles[hole.name].kind == "constant" and name in changes.tensors and hole.users:
+            raise CaptureError(
+                f"the forward reads the plain tensor {name!r} and replaces it: calls would read the first",
+                where=next(iter(hole.users)).meta["source"],
+                fix=f"register {name.rpartition('.')[2]!r} as a buffer",
+            )
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Name the wrappers and parameter kinds that cannot be captured, with what works instead.
+
+    Raises CaptureError for DistributedDataParallel, DataParallel, FSDP, DTensor parameters, lazy
+    parameters, scripted modules, and hooks on gradients (nothing would call them).
+    """
+    for name, module in model.named_modules():
+        kind = torch_private.wrapper_kind(module)
+        if kind:
+            raise CaptureError(
+                f"cannot capture a module wrapped by {kind}",
+                where=name or type(module).__name__,
+                fix="compile the plain model; parallelism over data or shards comes after, on the stages",
+            )
+        if torch_private.backward_hooks(module):
+            raise CaptureError(
+                "cannot capture a module with backward hooks: they would not run",
+                where=name or type(module).__name__,
+                fix="remove the hook, or do its work in an autograd.Function or on param.grad after the step",
+            )
+    for name, parameter in model.named_parameters():
+        if torch_private.has_hooks(parameter):
+            raise CaptureError(
+                "cannot capture a parameter with gradient hooks: they would not run",
+                where=name,
+                fix="remove the hook and do its work on param.grad after the step",
+            )
+        kind = torch_private.parameter_kind(parameter)
+        if kind:
+            raise CaptureError(
+                f"cannot capture a parameter that is a {kind}",
+                where=name,
+                fix="compile the model before it is sharded, or initialise it first",
+            )

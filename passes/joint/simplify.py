@@ -1,0 +1,147 @@
+"""Remove calls of a joint graph that change nothing: repeated calls, copies and aliases of a value.
+
+``joint graph --> joint graph`` with the same bits. A call is repeated when an earlier one has the same
+target and arguments; only calls of the same phase are joined, so that what the model recomputes in its
+backward on purpose (``torch.utils.checkpoint``) is still recomputed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from zbcompile.passes.aliasing import is_random
+from zbcompile.passes.joint.rewrites import storage_root
+from zbcompile.passes.joint.walks import past
+from zbcompile.passes.torch_private import JointGraph, OpOverload, schema
+
+__all__ = ["simplify"]
+
+_ALIASES = ("aten.detach.default", "aten.alias.default")
+_COPIES = ("aten.clone.default",)
+_NOT_PURE = (
+    "aten.empty",
+    "aten.new_empty",
+    "aten._assert",
+    "aten.sym_constrain",
+    "aten._linalg_check_errors",
+)
+_RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.expand.default")
+
+
+def simplify(joint: JointGraph) -> None:
+    """Apply all simplifications in place; the roles of ``joint`` follow."""
+    _Simplifier(joint).run()
+
+
+class _Simplifier:
+    def __init__(self, joint: JointGraph) -> None:
+        self.joint = joint
+        self.graph = joint.module.graph
+        ends = (joint.outputs, joint.mutations, joint.gradients)
+        self.boundary = {value for role in ends for value in role.values() if isinstance(value, Node)}
+        self.forward = past([*joint.outputs.values(), *joint.mutations.values()])
+        self.boundary_roots = {storage_root(node) for node in self.boundary}
+        self.changed = {joint.arguments[i] for i in joint.mutations}
+        self.known: dict[Any, Node] = {}
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op != "call_function" or node in self.boundary:
+                continue
+            other = node.args[0] if self._is_no_op(node) else self._earlier(node)
+            if isinstance(other, Node):
+                node.replace_all_uses_with(other)
+                self.graph.erase_node(node)
+        for node in reversed(list(self.graph.nodes)):
+            if node.op == "call_function" and not node.users and _is_pure(node):
+                self.graph.erase_node(node)
+
+    def _is_no_op(self, node: Node) -> bool:
+        name = str(node.target)
+        if name in _ALIASES:
+            return True
+        if name in _RESHAPES:
+            return _same_layout(node, node.args[0])
+        return (name in _COPIES or _is_first_power(node)) and self._is_idle_copy(node)
+
+    def _is_idle_copy(self, node: Node) -> bool:
+        """A clone with the layout of its argument, of a whole storage that nobody writes to. A copy that
+        keeps a result apart from an argument stays."""
+        argument: Any = node.args[0]
+        root = storage_root(argument)
+        if root in self.changed or (root.op == "placeholder" and node in self.boundary_roots):
+            return False
+        if not _same_layout(node, argument):
+            return False
+        value = argument.meta["val"]
+        return bool(value.untyped_storage().nbytes() == value.numel() * value.element_size())
+
+    def _earlier(self, node: Node) -> Node | None:
+        """An earlier call with the same result, or None (then later ones may find this one)."""
+        if not _is_pure(node) or _owns_copy(node):
+            return None
+        key = (node.target, node in self.forward, _frozen(node.args), _frozen(node.kwargs))
+        try:
+            found = self.known.setdefault(key, node)
+        except TypeError:
+            return None
+        return None if found is node or found in self.boundary else found
+
+
+def _is_pure(node: Node) -> bool:
+    """A call whose result depends on its arguments alone and that does nothing else."""
+    if node.target is operator.getitem:
+        return True
+    target = node.target
+    if not isinstance(target, OpOverload) or is_random(node):
+        return False
+    if schema(target).is_mutable or not str(target).startswith(("aten.", "prims.")):
+        return False
+    return not str(target).startswith(_NOT_PURE)
+
+
+def _owns_copy(node: Node) -> bool:
+    """Copies and fresh buffers that exist to have storage of their own."""
+    return str(node.target) in _COPIES
+
+
+def _is_first_power(node: Node) -> bool:
+    """``x ** 1.0``, as the gradient of a square has it: torch copies."""
+    return str(node.target) == "aten.pow.Tensor_Scalar" and bool(node.args[1] == 1)
+
+
+def _same_layout(node: Node, other: Any) -> bool:
+    mine, theirs = node.meta.get("val"), other.meta.get("val") if isinstance(other, Node) else None
+    if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
+        return False
+    return bool(
+        _known_equal(mine.shape, theirs.shape)
+        and _known_equal(mine.stride(), theirs.stride())
+        and mine.dtype == theirs.dtype
+        and mine.is_conj() == theirs.is_conj()
+        and mine.is_neg() == theirs.is_neg()
+    )
+
+
+def _known_equal(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Equal extents; one that depends on data equals itself alone."""
+    return len(mine) == len(theirs) and all(
+        a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def _frozen(value: Any) -> Any:
+    """Arguments as something that can be compared: 1, 1.0 and True stay apart."""
+    if isinstance(value, tuple | list):
+        return (type(value).__name__, *(_frozen(item) for item in value))
+    if isinstance(value, dict):
+        return tuple((key, _frozen(value[key])) for key in sorted(value))
+    if isinstance(value, slice):
+        return ("slice", _frozen(value.start), _frozen(value.stop), _frozen(value.step))
+    return (type(value).__name__, repr(value)) if isinstance(value, float) else (type(value).__name__, value)

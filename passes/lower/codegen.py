@@ -1,0 +1,260 @@
+"""Code: an order -> one readable Python program per rank. The emitted text is what runs.
+
+``Schedule with communication --> tuple of texts``. Contract in: `zbcompile.schedule.check` has passed. Contract out:
+the program of rank r does the actions of ``schedule.order[r]`` in that order and nothing else, then waits for
+its sends and reduces its gradients. The longest stretch that repeats with microbatches moved on becomes a
+loop::
+
+    1F0 1B0 1W0 1F1 1B1 1W1 1F2 ...   -->   for i in range(3): forward(1, i); backward_input(1, i); ...
+
+A verb that may have to wait is a generator, called with ``yield from``: what it yields is the message that it
+waits for. So the same text runs in one process, ranks taking turns, and with one process per rank.
+
+Nothing but words of this file and integers reaches the text, whatever file the schedule came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from zbcompile.errors import UsageError
+from zbcompile.schedule.ir import Action, Kind, Schedule
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import Timeline, simulate
+from zbcompile.schedule.solution import Certificate
+
+__all__ = ["Loop", "emit", "fold"]
+
+_VERBS = {
+    Kind.FORWARD: "yield from rank.forward",
+    Kind.BACKWARD_INPUT: "yield from rank.backward_input",
+    Kind.BACKWARD_WEIGHT: "rank.backward_weight",
+    Kind.FULL_BACKWARD: "yield from rank.full_backward",
+    Kind.SEND_F: "yield from rank.send_forward",
+    Kind.RECV_F: "rank.recv_forward",
+    Kind.SEND_B: "yield from rank.send_backward",
+    Kind.RECV_B: "rank.recv_backward",
+}
+_SETTLE = {"rendezvous": "yield from rank.settle_sends()", "batched": "yield from rank.settle()"}
+_LONGEST_PERIOD = 128
+_FEWEST_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """``body`` done ``count`` times, its microbatches moved on by ``step`` each time."""
+
+    body: tuple[Action | None, ...]
+    count: int
+    step: int
+
+    @property
+    def saved(self) -> int:
+        """Actions that need no line of their own."""
+        return len(self.body) * (self.count - 1)
+
+
+def emit(
+    schedule: Schedule,
+    problem: Problem,
+    certificate: Certificate | None = None,
+    send_slots: int | None = None,
+) -> tuple[str, ...]:
+    """The program of every rank; the same arguments give the same bytes.
+
+    send_slots : messages that may be on their way per channel before the sender waits (None: any number).
+    """
+    if not schedule.has_communication and any(True for _ in _remote_edges(problem)):
+        raise UsageError("a program needs its sends and receives", fix="run insert_comm first")
+    timeline = simulate(schedule, problem)
+    return tuple(_program(rank, timeline, certificate, send_slots) for rank in range(schedule.num_ranks))
+
+
+def _remote_edges(problem: Problem) -> Iterator[tuple[int, int]]:
+    rank_of = problem.placement.rank_of
+    for edge in problem.profile.edges:
+        if rank_of[edge.source] != rank_of[edge.target]:
+            yield edge.source, edge.target
+
+
+def _program(rank: int, timeline: Timeline, certificate: Certificate | None, send_slots: int | None) -> str:
+    schedule = timeline.schedule
+    stages = schedule.placement.stages_of(rank)
+    lines = [
+        *_header(rank, timeline, certificate),
+        "",
+        f"RANK = {rank}",
+        f"STAGES = {stages}",
+        f"MICROBATCHES = {schedule.num_microbatches}",
+        f"SEND_SLOTS = {send_slots}",
+        "",
+        "",
+        "def program(rank):",
+    ]
+    transport = timeline.problem.transport
+    lines += [f"    {line}" for line in _body(_with_settles(schedule.order[rank], transport), transport)]
+    lines += ["    # end of the step", "    yield from rank.wait_sent()"]
+    lines += ["    yield from rank.reduce_gradients()", ""]
+    return "\n".join(lines)
+
+
+def _header(rank: int, timeline: Timeline, certificate: Certificate | None) -> list[str]:
+    schedule, problem = timeline.schedule, timeline.problem
+    stages = schedule.placement.stages_of(rank)
+    objective = problem.objective
+    words = "stage" if len(stages) == 1 else "stages"
+    lines = [
+        f'"""Rank {rank} of {schedule.num_ranks}: {words} {", ".join(map(str, stages))} of '
+        f"{schedule.num_stages}, {schedule.placement.name} placement, "
+        f"{schedule.num_microbatches} microbatches.",
+        "",
+        f"{objective} {_ms(timeline.value_ns)}, bubble {100 * timeline.bubble():.1f} % of it; "
+        f"this rank works {_ms(timeline.busy_ns(rank))}",
+    ]
+    peak, cap = timeline.peak_bytes[rank], problem.caps[rank]
+    lines.append(f"peak {_bytes(peak)}" + ("" if cap is None else f" of {_bytes(cap)} allowed"))
+    if certificate is not None:
+        lines.append(f"lower bound {_ms(certificate.bound_ns)}: {certificate.status}")
+    return [*lines, '"""']
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:.3f} ms"
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} bytes"
+
+
+def _with_settles(row: Sequence[Action], transport: str) -> list[Action | None]:
+    """The row with None wherever the transport holds the rank until what it posted is done."""
+    if transport == "async":
+        return list(row)
+    result: list[Action | None] = []
+    open_sends = open_posts = False
+    for action in row:
+        if (open_posts and action.kind.is_compute) or (open_sends and transport == "rendezvous"):
+            result.append(None)
+            open_sends = open_posts = False
+        result.append(action)
+        open_sends |= action.kind.is_send
+        open_posts |= action.kind.is_send or (transport == "batched" and action.kind.is_recv)
+    return [*result, None] if open_posts else result
+
+
+def _body(row: list[Action | None], transport: str) -> list[str]:
+    pieces = fold(row)
+    loops = [piece for piece in pieces if isinstance(piece, Loop)]
+    if not loops:
+        return [_line(item, transport) for item in row]
+    main = max(loops, key=lambda loop: (loop.saved, len(loop.body)))
+    lines, seen = [], False
+    if pieces[0] is not main:
+        lines.append("# warm-up")
+    for k, piece in enumerate(pieces):
+        if not isinstance(piece, Loop):
+            lines.append(_line(piece, transport))
+            continue
+        if piece is main and not seen:
+            lines.append(f"# steady state: {len(piece.body)} actions, {piece.count} times")
+        lines += _loop(piece, transport)
+        if piece is main and not seen:
+            seen = True
+            if k + 1 < len(pieces):
+                lines.append("# cool-down")
+    return lines
+
+
+def _loop(loop: Loop, transport: str) -> list[str]:
+    actions = [a for a in loop.body if a is not None]
+    lead = next((a for a in actions if a.kind is Kind.FORWARD), actions[0])
+    first = lead.microbatch
+    end = first + loop.count * loop.step
+    step = "" if loop.step == 1 else f", {loop.step}"
+    start = "" if first == 0 and not step else f"{first}, "
+    lines = [f"for i in range({start}{end}{step}):"]
+    for action in loop.body:
+        if action is None:
+            lines.append(f"    {_SETTLE[transport]}")
+        else:
+            offset = action.microbatch - first
+            word = "i" if offset == 0 else f"i {'+' if offset > 0 else '-'} {abs(offset)}"
+            lines.append(f"    {_call(action, word)}")
+    return lines
+
+
+def _line(action: Action | None, transport: str) -> str:
+    return _SETTLE[transport] if action is None else _call(action, str(action.microbatch))
+
+
+def _call(action: Action, microbatch: str) -> str:
+    peer = "" if action.peer is None else f", {action.peer}"
+    return f"{_VERBS[action.kind]}({action.stage}, {microbatch}{peer})"
+
+
+def fold(row: Sequence[Action | None]) -> list[Action | Loop | None]:
+    """The row with its longest repeating stretches as loops; unrolled it is the row again."""
+    widest = max((abs(a.microbatch) for a in row if a is not None), default=0)
+    return _fold(row, _codes(row, widest), widest)
+
+
+def _fold(row: Sequence[Action | None], codes: Sequence[int], widest: int) -> list[Action | Loop | None]:
+    best, start = _best_loop(row, codes, widest)
+    if best is None:
+        return list(row)
+    end = start + len(best.body) * best.count
+    return [*_fold(row[:start], codes[:start], widest), best, *_fold(row[end:], codes[end:], widest)]
+
+
+def _codes(row: Sequence[Action | None], widest: int) -> list[int]:
+    """A number per action, 0 for a settle: of two that differ by the microbatch alone, that difference apart.
+
+    Any others are more than 2 ``widest`` apart, the largest microbatch.
+    """
+    numbers: dict[tuple[Kind, int, int | None], int] = {}
+    codes = []
+    for action in row:
+        if action is None:
+            codes.append(0)
+        else:
+            number = numbers.setdefault((action.kind, action.stage, action.peer), len(numbers) + 1)
+            codes.append(number * (4 * widest + 1) + action.microbatch)
+    return codes
+
+
+def _best_loop(row: Sequence[Action | None], codes: Sequence[int], widest: int) -> tuple[Loop | None, int]:
+    best: Loop | None = None
+    where = 0
+    for period in range(1, min(_LONGEST_PERIOD, len(row) // _FEWEST_REPEATS) + 1):
+        for start, length, step in _runs(codes, period, widest, best.saved if best else 0):
+            count = length // period + 1
+            if count < _FEWEST_REPEATS or not any(codes[start : start + period]):
+                continue
+            if best is None or period * (count - 1) > best.saved:
+                best, where = Loop(tuple(row[start : start + period]), count, step), start
+    return best, where
+
+
+def _runs(codes: Sequence[int], period: int, widest: int, least: int) -> Iterator[tuple[int, int, int]]:
+    """Stretches longer than ``least`` where what stands a period later is the same with its microbatch moved
+    on, by a step that is the same all along, or a settle again: (start, length, step)."""
+    start, step, end = 0, 0, len(codes) - period
+    for k, (before, after) in enumerate(zip(codes, codes[period:], strict=False)):
+        moved = after - before
+        if moved == step and moved:
+            continue
+        alike = 0 < moved <= 2 * widest or before == after == 0
+        if not alike or (moved and step):
+            if step:
+                yield start, k - start, step
+            start, step = (k, moved) if alike else (k + 1, 0)
+            if end - start <= least:
+                return
+        else:
+            step = step or moved
+    if step:
+        yield start, end - start, step

@@ -1,0 +1,78 @@
+"""Merge: B followed at once by its W on the same rank -> one BW, where that costs nothing.
+
+``2B0 2W0 --> 2BW0``. Contract in: a legal compute order under its caps. Contract out: the same, never longer
+(span or makespan, as the problem's objective says), in which no further group of merges tried was free.
+A fused backward saves what the profile says (one collective, one gather, one launch), but hands its gradient
+on only when it ends; so where a neighbour waits for the gradient, splitting stays better
+(arXiv 2401.10241, section 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zbcompile.schedule.check import judge
+from zbcompile.schedule.ir import Action, Kind, Schedule
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import simulate, timeline_of
+
+__all__ = ["merge_backward"]
+
+Place = tuple[int, int]
+
+
+def merge_backward(schedule: Schedule, problem: Problem) -> Schedule:
+    """Merge as many pairs as are free, by halving: all at once, else each half by itself."""
+    pairs = [
+        (rank, k)
+        for rank, row in enumerate(schedule.order)
+        for k in range(len(row) - 1)
+        if _is_pair(row[k], row[k + 1]) and not _loses(row[k], problem)
+    ]
+    limit = simulate(schedule, problem).value_ns
+    chosen = _free(schedule, problem, pairs, [], limit)
+    return _merged(schedule, chosen)
+
+
+def _is_pair(first: Action, second: Action) -> bool:
+    return (
+        first.kind is Kind.BACKWARD_INPUT
+        and second.kind is Kind.BACKWARD_WEIGHT
+        and (first.stage, first.microbatch) == (second.stage, second.microbatch)
+    )
+
+
+def _loses(action: Action, problem: Problem) -> bool:
+    cost = problem.profile.stages[action.stage]
+    return cost.full_backward_ns > cost.backward_input_ns + cost.backward_weight_ns
+
+
+def _free(
+    schedule: Schedule, problem: Problem, pairs: Sequence[Place], taken: list[Place], limit: int
+) -> list[Place]:
+    """``taken`` and those of ``pairs`` that can be merged as well."""
+    if not pairs:
+        return taken
+    merged = _merged(schedule, [*taken, *pairs])
+    _, graph = judge(merged, problem)
+    if graph is not None and timeline_of(graph).value_ns <= limit:
+        return [*taken, *pairs]
+    if len(pairs) == 1:
+        return taken
+    half = len(pairs) // 2
+    taken = _free(schedule, problem, pairs[:half], taken, limit)
+    return _free(schedule, problem, pairs[half:], taken, limit)
+
+
+def _merged(schedule: Schedule, places: Sequence[Place]) -> Schedule:
+    first, gone = set(places), {(rank, k + 1) for rank, k in places}
+    order = []
+    for rank, row in enumerate(schedule.order):
+        line = []
+        for k, action in enumerate(row):
+            if (rank, k) in first:
+                line.append(Action(Kind.FULL_BACKWARD, action.stage, action.microbatch))
+            elif (rank, k) not in gone:
+                line.append(action)
+        order.append(line)
+    return Schedule.of(schedule.placement, schedule.num_microbatches, order)

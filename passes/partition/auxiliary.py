@@ -1,0 +1,64 @@
+"""Auxiliary values: masks, rotary tables, position ids. Cheap, so each stage computes its own.
+
+A value is auxiliary when no parameter, random draw or changed buffer is in its past and no heavy call
+made it. In-place calls are allowed when everything that shares the storage is auxiliary too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.fx import Node
+
+from zbcompile.passes.aliasing import StorageGroups, changed_arguments, is_random
+from zbcompile.passes.capture.capture import Captured
+from zbcompile.passes.capture.custom_functions import is_function_call
+from zbcompile.passes.op_costs import flops, is_heavy
+from zbcompile.passes.torch_private import OpOverload
+
+__all__ = ["auxiliary_nodes", "needed_auxiliary"]
+
+HEAVY_SHARE = 1e-3
+"""A matmul below this share of the model's operations still counts as cheap (rotary frequencies)."""
+
+
+def auxiliary_nodes(captured: Captured, groups: StorageGroups) -> set[Node]:
+    """The auxiliary call nodes of the captured graph."""
+    nodes = list(captured.module.graph.nodes)
+    limit = HEAVY_SHARE * sum(flops(node) for node in nodes)
+    changed = {other for node in nodes for other in changed_arguments(node)}
+    tainted = {node for node in nodes if _is_root_taint(node, captured, changed, limit)}
+    size = -1
+    while size != len(tainted):
+        size = len(tainted)
+        bad_groups = {groups.root(node) for node in tainted if node.op != "placeholder"}
+        for node in nodes:
+            if groups.root(node) in bad_groups or any(a in tainted for a in node.all_input_nodes):
+                tainted.add(node)
+    return {node for node in nodes if node.op == "call_function" and node not in tainted}
+
+
+def _is_root_taint(node: Node, captured: Captured, changed: set[Node], limit: float) -> bool:
+    if node.op == "placeholder":
+        return captured.roles[node.name].kind == "parameter" or node in changed
+    if node.op != "call_function" or is_random(node) or is_function_call(node.target):
+        return True
+    if is_heavy(node) and flops(node) >= limit:
+        return True
+    plain = isinstance(node.target, OpOverload) or getattr(node.target, "__name__", "") == "getitem"
+    return not plain
+
+
+def needed_auxiliary(nodes: Iterable[Node], auxiliary: set[Node], groups: StorageGroups) -> set[Node]:
+    """Auxiliary nodes that computing ``nodes`` needs, in-place changes to what they read included."""
+    needed: set[Node] = set()
+    waiting = [a for node in nodes for a in node.all_input_nodes if a in auxiliary]
+    waiting += [node for node in nodes if node in auxiliary]
+    while waiting:
+        node = waiting.pop()
+        if node in needed:
+            continue
+        needed.add(node)
+        waiting += [a for a in node.all_input_nodes if a in auxiliary]
+        waiting += groups.changes.get(groups.root(node), ())
+    return needed

@@ -1,0 +1,129 @@
+"""Measure: stages -> Profile. Times of F, B, W and BW on this machine, bytes from the graphs.
+
+``tuple[StageGraphs] + one microbatch --> Profile``. Contract: every time is the median of several runs
+after a
+warm-up, on the real inputs of the stage; bytes are exact. Parameters, buffers and random state are left as
+they were.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbcompile.passes.split.stage_graphs import StageGraphs
+from zbcompile.runtime.wiring import Wiring
+from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
+
+__all__ = ["edges_of", "measure", "static_bytes"]
+
+_SECONDS_PER_STAGE = 2.0
+
+
+def measure(
+    stages: Sequence[StageGraphs],
+    state: Mapping[str, Tensor],
+    microbatch: Sequence[Tensor],
+    *,
+    link: Link | None = None,
+    optimizer_slots: int = 2,
+    repeats: int = 5,
+) -> Profile:
+    """Time every stage. ``optimizer_slots``: tensors that the optimizer keeps per parameter (AdamW 2)."""
+    scratch = dict(state)
+    for stage in stages:
+        for name in stage.mutated:
+            scratch[name] = state[name].clone()
+    values: dict[str, Tensor] = {}
+    costs = []
+    with torch.no_grad(), torch.random.fork_rng():
+        for stage in stages:
+            inputs = [
+                microbatch[p.source[1]] if p.source[0] == "batch" else values[p.name] for p in stage.inputs
+            ]
+            outputs, times = _time_stage(stage, scratch, inputs, repeats)
+            values.update({p.name: t for p, t in zip(stage.outputs, outputs, strict=True)})
+            costs.append(
+                StageCost(
+                    *times,
+                    stage.saved_bytes,
+                    stage.saved_for_weight_bytes,
+                    static_bytes(stage, state, optimizer_slots),
+                    name=f"stage {stage.index}",
+                )
+            )
+    device = stages[0].inputs[0].device if stages[0].inputs else "cpu"
+    source = f"measured on {device}, torch {torch.__version__}"
+    return Profile(tuple(costs), edges_of(stages), link or Link(), source=source)
+
+
+def static_bytes(stage: StageGraphs, state: Mapping[str, Tensor], optimizer_slots: int) -> int:
+    """Parameters, buffers, gradients and optimizer state of one stage."""
+    total = sum(state[n].nbytes for n in (*stage.parameters, *stage.buffers))
+    return total + (1 + optimizer_slots) * sum(state[n].nbytes for n in stage.trainable)
+
+
+def edges_of(stages: Sequence[Any]) -> tuple[Edge, ...]:
+    """What flows between stages, in bytes per microbatch."""
+    ports = Wiring.of(stages).ports
+    edges = []
+    for backward, source, target in sorted(ports):
+        if backward:
+            continue
+        back = ports.get((True, target, source), ())
+        edges.append(
+            Edge(
+                source,
+                target,
+                sum(p.num_bytes for p in ports[False, source, target]),
+                sum(p.num_bytes for p in back),
+                bool(back),
+            )
+        )
+    return tuple(edges)
+
+
+def _time_stage(
+    stage: StageGraphs, state: Mapping[str, Tensor], inputs: list[Tensor], repeats: int
+) -> tuple[list[Tensor], tuple[int, int, int, int]]:
+    samples: list[tuple[int, int, int, int]] = []
+    began = time.perf_counter()
+    outputs: list[Tensor] = []
+    for turn in range(repeats + 1):
+        f, (outputs, saved) = _timed(stage, stage.run_forward, state, list(inputs))
+        b, (_, saved) = _timed(stage, stage.run_backward_input, saved, _tangents(stage))
+        w, _ = _timed(stage, stage.run_backward_weight, saved)
+        _, saved = stage.run_forward(state, list(inputs))
+        bw, _ = _timed(stage, stage.run_full_backward, saved, _tangents(stage))
+        if turn:
+            samples.append((f, b, w, bw))
+        if samples and time.perf_counter() - began > _SECONDS_PER_STAGE:
+            break
+    columns = [int(statistics.median(column)) for column in zip(*samples, strict=True)]
+    return outputs, (columns[0], columns[1], columns[2], columns[3])
+
+
+def _tangents(stage: StageGraphs) -> list[Tensor | None]:
+    """A gradient for each output that takes one."""
+    return [
+        torch.ones(p.shape, dtype=p.dtype, device=p.device) if p.has_gradient else None for p in stage.outputs
+    ]
+
+
+def _timed(stage: StageGraphs, call: Callable[..., Any], *args: Any) -> tuple[int, Any]:
+    device = stage.outputs[0].device if stage.outputs else torch.device("cpu")
+    _synchronize(device)
+    begin = time.perf_counter_ns()
+    result = call(*args)
+    _synchronize(device)
+    return time.perf_counter_ns() - begin, result
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

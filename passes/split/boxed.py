@@ -1,0 +1,76 @@
+"""A part of a joint graph as a GraphModule of its own, called with one list that it empties."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import CodeGen
+
+from zbcompile.passes.provenance import with_place
+from zbcompile.passes.split.save_set import leaves
+from zbcompile.passes.torch_private import LINALG_CHECK
+
+__all__ = ["boxed"]
+
+
+class _Boxed(CodeGen):
+    """Code of ``forward(self, arguments)``: takes its values out of the list, then empties it, so that
+    a value dies after its last use whoever made the list."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+        names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]
+        unpack = f"\n    {', '.join(names)}, = arguments" if names else ""
+        return f"def forward(self, arguments):{unpack}\n    arguments.clear()"
+
+
+def boxed(
+    module: GraphModule,
+    arguments: Sequence[Node],
+    outputs: Sequence[Node],
+    name: str,
+    copies: Collection[Node] = (),
+    draws: Collection[Node] = (),
+) -> GraphModule:
+    """The calls between ``arguments`` and ``outputs`` in their original order, and the checks of their
+    results that raise (a singular matrix).
+
+    An output that is one of ``copies`` (an argument that the caller changes afterwards) is cloned. ``draws``
+    are made though nothing reads them: they move the random state.
+    """
+    graph = Graph()
+    values: dict[Node, Node] = {}
+    for node in arguments:
+        values[node] = graph.placeholder(node.name)
+        values[node].meta = dict(node.meta)
+    _, calls = leaves([node for node in (*outputs, *draws) if node not in values], values)
+    calls |= _checks(module.graph, calls)
+    for node in module.graph.nodes:
+        if node in calls:
+            values[node] = graph.node_copy(node, lambda n: values[n])
+            values[node].meta = with_place(node.meta)
+    results = []
+    for node in outputs:
+        if node in copies:
+            results.append(graph.call_function(torch.ops.aten.clone.default, (values[node],)))
+            results[-1].meta = dict(node.meta)
+        else:
+            results.append(values[node])
+    graph.output(tuple(results))
+    graph.set_codegen(_Boxed())
+    return GraphModule(module, graph, class_name=name)
+
+
+def _checks(graph: Graph, calls: Collection[Node]) -> set[Node]:
+    """Checks of what ``calls`` compute, with the picks of a tuple that only they need."""
+    found: set[Node] = set()
+    for node in graph.find_nodes(op="call_function", target=LINALG_CHECK):
+        (info,) = node.all_input_nodes
+        if info in calls:
+            found.add(node)
+        elif info.target is operator.getitem and info.args[0] in calls:
+            found |= {info, node}
+    return found

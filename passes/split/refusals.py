@@ -1,0 +1,53 @@
+"""Why a stage could not be differentiated, in the reader's terms: the op, its module and its source line."""
+
+from __future__ import annotations
+
+import re
+
+from torch.fx import Node
+
+from zbcompile.errors import SplitError, ZBCompileError
+from zbcompile.passes.joint.replay import Replay
+
+__all__ = ["explain_split", "place", "plain_name"]
+
+_NO_FORMULA = re.compile(r"derivative for '?([\w:]+)")
+
+
+def explain_split(error: BaseException, stage: int, replay: Replay) -> ZBCompileError:
+    """A SplitError that names stage, module path, source line and op; errors of this package pass through.
+
+    ``replay`` : what was traced; knows the call that failed, or which call made a step backwards.
+    """
+    if isinstance(error, ZBCompileError):
+        return error
+    text = str(error).strip() or type(error).__name__
+    found = _NO_FORMULA.search(text)
+    node, fix = replay.running, ""
+    if found:
+        name = found[1].split(":")[0]
+        steps = (made for step, made in replay.steps.items() if _is_step_of(step, name))
+        node = node or next(steps, None)
+        what = f"torch has no derivative for {plain_name(node) if node else name}"
+        fix = "wrap it in a torch.autograd.Function with a backward, or run it under torch.no_grad()"
+    else:
+        what = f"{plain_name(node) if node else 'its backward'}: {text.splitlines()[0][:300]}"
+    return SplitError(f"stage {stage} cannot be differentiated: {what}", where=place(node), fix=fix)
+
+
+def _is_step_of(step: str, name: str) -> bool:
+    """``IgammaBackward0`` is a step of ``igamma``."""
+    return step.rstrip("0123456789").lower().endswith(name.replace("_", "").lower() + "backward")
+
+
+def plain_name(node: Node) -> str:
+    """``aten.linalg_solve.default --> linalg_solve``."""
+    name = str(node.target)
+    return name.split(".")[1] if name.startswith("aten.") else getattr(node.target, "__name__", name)
+
+
+def place(node: Node | None) -> str:
+    """``module.path, file.py:12`` of a captured call, as far as known."""
+    if node is None:
+        return ""
+    return ", ".join(part for key in ("module_path", "source") if (part := node.meta.get(key, "")))

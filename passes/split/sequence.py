@@ -1,0 +1,58 @@
+"""All stages in sequence on one microbatch: F of each stage, then B and W from the last to the first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from zbcompile.passes.split.stage_graphs import Port, Saved, StageGraphs
+
+__all__ = ["run_backward", "run_forward"]
+
+
+def run_forward(
+    stages: Sequence[StageGraphs], state: Mapping[str, Tensor], batch: Sequence[Tensor]
+) -> tuple[list[list[Tensor]], list[Saved]]:
+    """(outputs of every stage, what its backward needs); draws from the current random state in order.
+
+    ``batch`` : the flat inputs of one microbatch. Mutated buffers change in ``state``.
+    """
+    values: dict[str, Tensor] = {}
+    outputs, saves = [], []
+    with torch.no_grad():
+        for stage in stages:
+            inputs = [batch[p.source[1]] if p.source[0] == "batch" else values[p.name] for p in stage.inputs]
+            made, saved = stage.run_forward(state, inputs)
+            values.update((port.name, value) for port, value in zip(stage.outputs, made, strict=True))
+            outputs.append(made)
+            saves.append(saved)
+    return outputs, saves
+
+
+def run_backward(stages: Sequence[StageGraphs], saves: list[Saved]) -> dict[str, Tensor]:
+    """Gradient per trainable parameter that has one; ``saves`` is emptied.
+
+    The tangent of the loss is 1. The gradient of a value or parameter used by several stages is summed from
+    the last to the first, as autograd does.
+    """
+    pending: dict[str, dict[int, Tensor]] = {}
+    total: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for stage in reversed(stages):
+            grads = [_arriving(port, pending.pop(port.name, {})) for port in stage.outputs]
+            back, after = stage.run_backward_input(saves.pop(), grads)
+            for port, grad in zip(stage.inputs, back, strict=True):
+                if grad is not None and port.source[0] == "stage":
+                    pending.setdefault(port.name, {})[stage.index] = grad
+            for name, grad in stage.run_backward_weight(after).items():
+                total[name] = total[name] + grad if name in total else grad
+    return total
+
+
+def _arriving(port: Port, parts: Mapping[int, Tensor]) -> Tensor | None:
+    grad = torch.ones(port.shape, dtype=port.dtype, device=port.device) if port.is_loss else None
+    for stage in sorted(parts, reverse=True):
+        grad = parts[stage] if grad is None else grad + parts[stage]
+    return grad

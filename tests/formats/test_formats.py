@@ -1,0 +1,290 @@
+"""Files round-trip, keep stable bytes and match the schemas that are shipped with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from random import Random
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.places import EXAMPLES
+from tests.support.strategies import greedy_order, problems
+from zbcompile.errors import FormatError, UsageError
+from zbcompile.formats import chrome_trace, files, measured_json, profile_json, schedule_json
+from zbcompile.formats.fields import format_json, parse_json
+from zbcompile.formats.measured_json import Measured
+from zbcompile.formats.profile_json import ProfileFile
+from zbcompile.formats.schedule_json import ScheduleFile
+from zbcompile.formats.schemas import SCHEMAS, schema_text
+from zbcompile.schedule.communication import insert_communication
+from zbcompile.schedule.costs import Link, Profile, StageCost
+from zbcompile.schedule.ir import Placement, Schedule
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import Timeline, simulate
+from zbcompile.schedule.solution import Certificate, Solution
+
+PROFILES = EXAMPLES / "profiles"
+VALIDATORS = {name: jsonschema.Draft202012Validator(json.loads(schema_text(name))) for name in SCHEMAS}
+
+
+@st.composite
+def solutions(draw: st.DrawFn) -> Solution:
+    problem = draw(problems())
+    problem = problem.with_(
+        caps=tuple(
+            draw(
+                st.lists(
+                    st.one_of(st.none(), st.integers(0, 99)),
+                    min_size=problem.num_ranks,
+                    max_size=problem.num_ranks,
+                )
+            )
+        ),
+        objective=draw(st.sampled_from(["span", "makespan"])),
+        transport=draw(st.sampled_from(["async", "rendezvous", "batched"])),
+    )
+    schedule = greedy_order(problem, Random(draw(st.integers(0, 999))))
+    if draw(st.booleans()):
+        schedule = insert_communication(schedule, problem)
+    value = draw(st.integers(0, 99))
+    certificate = Certificate(
+        problem.objective,
+        value,
+        draw(st.integers(0, value)),
+        draw(st.sampled_from(["work", "crossing"])),
+        {"rank": draw(st.integers(0, 3)), "windows": draw(st.lists(st.integers(0, 9))), "share": 0.25},
+    )
+    variants = tuple(draw(st.integers(0, 3)) for _ in range(problem.num_stages))
+    return Solution(problem, schedule, certificate, variants, draw(st.sampled_from(["", "search", "cp_sat"])))
+
+
+@st.composite
+def profile_files(draw: st.DrawFn) -> ProfileFile:
+    problem = draw(problems())
+    stages = list(problem.profile.stages)
+    if draw(st.booleans()):
+        lean = StageCost(1, 2, 3, 4, 1, 1, name="recompute")
+        stages[0] = StageCost(3, 3, 2, 5, 4, 2, 1, "embedding ≤ 1", (lean, lean))
+    links = (((0, 1), Link(5, 7)),) if problem.num_ranks > 1 and draw(st.booleans()) else ()
+    profile = Profile(tuple(stages), problem.profile.edges, problem.profile.link, links, 3, "made by hand")
+    return ProfileFile(
+        profile,
+        draw(st.sampled_from([None, problem.placement])),
+        draw(st.sampled_from([None, problem.num_microbatches])),
+        draw(st.sampled_from([(), (7,)])),
+        draw(st.sampled_from([None, "span", "makespan"])),
+        draw(st.sampled_from([None, "batched"])),
+    )
+
+
+@given(solutions())
+def test_a_solution_survives_its_file_and_matches_the_schema(solution: Solution) -> None:
+    text = schedule_json.dumps(solution)
+    assert schedule_json.loads(text).solution() == solution
+    assert schedule_json.dumps(schedule_json.loads(text)) == text
+    VALIDATORS["schedule"].validate(json.loads(text))
+
+
+@given(solutions())
+def test_a_bare_order_survives_its_file(solution: Solution) -> None:
+    text = schedule_json.dumps(solution.schedule)
+    back = schedule_json.loads(text)
+    assert back == ScheduleFile(solution.schedule)
+    VALIDATORS["schedule"].validate(json.loads(text))
+    with pytest.raises(FormatError, match="carries no profile"):
+        back.solution()
+
+
+@given(profile_files())
+def test_a_profile_survives_its_file_and_matches_the_schema(file: ProfileFile) -> None:
+    text = profile_json.dumps(file)
+    if file.placement is None and file.profile.links and file.profile.num_stages < 2:
+        return
+    assert profile_json.loads(text) == file
+    VALIDATORS["profile"].validate(json.loads(text))
+
+
+@given(solutions(), st.integers(-50, 50))
+def test_a_measured_timeline_survives_its_file_and_starts_at_zero(solution: Solution, shift: int) -> None:
+    rows = [
+        [(action, shift + 3 * k, shift + 3 * k + 2) for k, action in enumerate(row)]
+        for row in solution.schedule.order
+    ]
+    measured = Measured.of(rows, "a test")
+    text = measured_json.dumps(measured)
+    assert measured_json.loads(text) == measured
+    assert min(start for row in measured.ranks for _, start, _ in row) == 0
+    VALIDATORS["measured"].validate(json.loads(text))
+
+
+@given(
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(), st.text()),
+        lambda inner: st.one_of(st.lists(inner), st.dictionaries(st.text(), inner)),
+        max_leaves=60,
+    )
+)
+def test_the_layout_is_the_json_it_stands_for(value: object) -> None:
+    text = format_json(value)
+    assert json.loads(text) == value
+    assert parse_json(text, "here") == value
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_shipped_schema_is_a_schema(name: str) -> None:
+    jsonschema.Draft202012Validator.check_schema(json.loads(schema_text(name)))
+
+
+def test_an_unknown_schema_is_named() -> None:
+    with pytest.raises(UsageError, match="'profiles'"):
+        schema_text("profiles")
+
+
+def small_solution() -> Solution:
+    stage = StageCost(30, 30, 20, 50, 2000, 1000, 500, "block")
+    problem = Problem.of(Profile.uniform(stage, 2, 5, "made by hand"), num_microbatches=2, cap=4500)
+    order = Schedule.parse(
+        "placement 0 1\nmicrobatches 2\nrank 0: 0F0 0F1 0B0 0W0 0B1 0W1\nrank 1: 1F0 1B0 1F1 1B1 1W0 1W1\n"
+    )
+    value = simulate(order, problem).span_ns
+    witness = {"rank": 0, "windows": [0]}
+    certificate = Certificate("span", value, value, "window_chain", witness)
+    return Solution(problem, insert_communication(order, problem), certificate, (0, 0), "by hand")
+
+
+def test_the_bytes_of_each_format_stay_as_they_are(golden) -> None:
+    solution = small_solution()
+    golden("schedule.json", schedule_json.dumps(solution))
+    file = ProfileFile(solution.problem.profile, None, 2, (4500,), "makespan", "batched")
+    golden("profile.json", profile_json.dumps(file))
+    timeline = simulate(solution.schedule, solution.problem)
+    golden("measured.json", measured_json.dumps(measured_of(timeline)))
+    golden("chrome_trace.json", chrome_trace.dumps(timeline))
+
+
+def measured_of(timeline: Timeline) -> Measured:
+    """A measurement that agrees with the plan."""
+    return Measured.of(
+        [
+            list(zip(row, timeline.start[r], timeline.end[r], strict=True))
+            for r, row in enumerate(timeline.schedule.order)
+        ]
+    )
+
+
+def test_a_chrome_trace_has_every_action_where_it_happens() -> None:
+    solution = small_solution()
+    timeline = simulate(solution.schedule, solution.problem)
+    events = json.loads(chrome_trace.dumps(timeline))["traceEvents"]
+    spans = {(e["pid"], e["name"]): (e["ts"], e["dur"], e["tid"]) for e in events if e["ph"] == "X"}
+    assert len(spans) == sum(len(row) for row in solution.schedule.order)
+    for rank, k, action in solution.schedule.actions():
+        start, duration, lane = spans[rank, str(action)]
+        assert (start, duration) == (
+            timeline.start[rank][k] / 1000,
+            (timeline.end[rank][k] - timeline.start[rank][k]) / 1000,
+        )
+        assert (lane == 0) == action.kind.is_compute
+    held = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["pid"] == 0]
+    assert max(held) == timeline.peak_bytes[0]
+    measured = json.loads(chrome_trace.dumps_measured(measured_of(timeline)))["traceEvents"]
+    assert [e for e in measured if e["ph"] == "X"] == [e for e in events if e["ph"] == "X"]
+
+
+def test_the_example_profiles_are_valid_and_say_where_they_come_from() -> None:
+    paths = sorted(PROFILES.glob("*.json"))
+    assert paths
+    for path in paths:
+        file = profile_json.loads(path.read_text(), path.name)
+        VALIDATORS["profile"].validate(json.loads(path.read_text()))
+        assert file.profile.source
+        assert file.num_microbatches
+
+
+def test_the_example_profiles_are_the_papers(paper_profiles) -> None:
+    for row in paper_profiles["configs"]:
+        name = f"gpt-{row['model'].lower()}-p{row['num_ranks']}-m{row['num_microbatches']}.json"
+        file = profile_json.loads((PROFILES / name).read_text(), name)
+        assert file.num_microbatches == row["num_microbatches"]
+        assert file.profile.num_stages == row["num_ranks"]
+        assert file.profile.link == Link(1000 * row["comm_us"])
+        stage = file.profile.stages[0]
+        assert stage.forward_ns == 1000 * row["forward_us"]
+        assert stage.backward_input_ns == 1000 * row["backward_input_us"]
+        assert stage.backward_weight_ns == 1000 * row["backward_weight_us"]
+        assert stage.saved_bytes * row["saved_for_weight_units"] == (
+            stage.saved_for_weight_bytes * row["saved_units"]
+        )
+
+
+def test_the_least_a_profile_may_say() -> None:
+    stage = {
+        "forward_ns": 3,
+        "backward_input_ns": 3,
+        "backward_weight_ns": 2,
+        "saved_bytes": 2,
+        "saved_for_weight_bytes": 1,
+    }
+    document = {"format": "zbcompile.profile", "version": 1, "stages": [{"repeat": 4, **stage}]}
+    VALIDATORS["profile"].validate(document)
+    file = profile_json.loads(json.dumps(document))
+    assert file == ProfileFile(Profile.uniform(StageCost.simple(3, 3, 2), 4))
+    assert file.problem() == Problem.of(file.profile, num_microbatches=8)
+    document["placement"] = "v:2"
+    assert profile_json.loads(json.dumps(document)).placement == Placement.v(2, 2)
+    document["placement"], document["caps_bytes"] = "looped", [5, None]
+    file = profile_json.loads(json.dumps(document))
+    assert file.problem().caps == (5, None)
+    assert file.problem(caps=[7]).caps == (7, 7)
+    assert file.problem(placement=Placement.linear(4), caps=[7]).caps == (7,) * 4
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "a.json"
+    files.write_text(target, "one\n")
+    target.chmod(0o640)
+    files.write_text(target, "two\n")
+    assert target.read_text() == "two\n"
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+
+    def broken(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(UsageError, match="No space left"):
+        files.write_text(target, "three\n")
+    assert target.read_text() == "two\n"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_writing_keeps_links_and_reaches_pipes(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.write_text("old")
+    link.symlink_to(real)
+    files.write_text(link, "new")
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+    files.write_text("/dev/null", "nothing")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_places_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="No such file") as caught:
+        files.read_text(tmp_path / "absent.json")
+    assert "absent.json" in str(caught.value)
+    with pytest.raises(FormatError, match="directory"):
+        files.read_text(tmp_path)
+    (tmp_path / "long").write_text("x" * 101)
+    (tmp_path / "bytes").write_bytes(b"{}\xff")
+    with pytest.raises(FormatError, match="too large"):
+        files.read_text(tmp_path / "long", limit_bytes=100)
+    with pytest.raises(FormatError, match="byte 2 is 0xff"):
+        files.read_text(tmp_path / "bytes")
+    with pytest.raises(UsageError, match="No such file"):
+        files.write_text(tmp_path / "absent" / "x.json", "")

@@ -1,0 +1,89 @@
+"""Lower bounds: sound against the exact optimum, and equal to hand-computed values."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.support.planner_cases import brute_force, random_placement, random_problem
+from zbcompile.planner.bounds.analytic import analytic_bounds, best_bound
+from zbcompile.planner.bounds.knapsack import fractional
+from zbcompile.planner.core.instance import Flat
+from zbcompile.planner.exact.model import solve_exact
+from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.problem import Problem
+
+BLOCKS = 12
+PER_BLOCK = 40
+
+
+def exact_value(problem: Problem) -> int:
+    """The optimum, proved by CP-SAT without any bound of ours."""
+    result = solve_exact(Flat.of(problem), lower=0, time_limit_s=120)
+    assert result.proved, "the instance is too large for this test"
+    assert result.value_ns == result.bound_ns
+    return result.bound_ns
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("block", range(BLOCKS))
+def test_no_bound_exceeds_the_optimum(block: int) -> None:
+    """480 instances: one to three stages per rank, unequal costs, both objectives."""
+    tight = 0
+    for k in range(PER_BLOCK):
+        rng = random.Random(block * PER_BLOCK + k)
+        if k % 2 == 0:
+            ranks = rng.randint(2, 4)
+            problem = random_problem(rng, ranks=ranks, microbatches=rng.randint(2, 4 if ranks == 4 else 5))
+        else:
+            ranks = rng.randint(2, 3)
+            problem = random_problem(
+                rng,
+                ranks=ranks,
+                microbatches=rng.randint(1, 3 if ranks == 2 else 2),
+                placement=random_placement(rng, ranks),
+            )
+        best = exact_value(problem)
+        for bound in analytic_bounds(problem):
+            assert bound.value_ns <= best, (problem, bound)
+        tight += best_bound(problem).value_ns == best
+    assert tight >= PER_BLOCK // 3
+
+
+def test_brute_force_agrees_on_tiny_cases() -> None:
+    for k in range(25):
+        rng = random.Random(1000 + k)
+        problem = random_problem(rng, ranks=2, microbatches=2)
+        assert best_bound(problem).value_ns <= brute_force(problem) == exact_value(problem)
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 24), (16, 40)])
+def test_window_chain_gives_the_formula_of_zb_h1(p: int, m: int) -> None:
+    """At cap p and equal stages the bubble is (p-1)(F+B-W+4c), arXiv 2401.10241, table 2 with latency."""
+    forward, backward, weight, latency = 30, 28, 17, 2
+    stage = StageCost.simple(forward, backward, weight, 100, 50)
+    problem = Problem.of(Profile.uniform(stage, p, latency), None, m, 100 * p)
+    bubble = (p - 1) * (forward + backward - weight + 4 * latency)
+    bound = best_bound(problem)
+    assert (bound.method, bound.value_ns) == ("window_chain", m * (forward + backward + weight) + bubble)
+
+
+def test_makespan_without_a_cap_is_head_and_work() -> None:
+    problem = Problem.of(Profile.uniform(StageCost.simple(3, 3, 2), 4, 1), None, 10, None, "makespan")
+    assert best_bound(problem).value_ns == 10 * 8 + 3 * (3 + 1)
+
+
+def test_a_bound_holds_for_fused_backwards() -> None:
+    """Where BW is cheaper than B + W, the bound must not count the full B + W."""
+    stage = StageCost(4, 4, 4, 5, 10, 30)
+    problem = Problem.of(Profile.uniform(stage, 1), Placement.linear(1), 6)
+    assert best_bound(problem).value_ns == 6 * (4 + 5)
+
+
+def test_fractional_knapsack() -> None:
+    assert fractional([(5, 2, 3)], 5) == 10
+    assert fractional([(5, 2, 3), (3, 1, 1)], 4) == 3 + 7
+    assert fractional([(5, 0, 3)], 0) == 15
+    assert fractional([(5, 1, 3)], -1) == 0

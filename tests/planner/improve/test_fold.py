@@ -1,0 +1,206 @@
+"""Orders made in turns, and the periodic middle taken out, annealed around, and put back."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.support.places import DATA
+from tests.support.planner_cases import random_problem
+from zbcompile.planner.core.instance import Flat, W, to_schedule
+from zbcompile.planner.improve.anneal import Annealer
+from zbcompile.planner.improve.fold import Folded, fold
+from zbcompile.planner.plan import plan
+from zbcompile.planner.starts import classic
+from zbcompile.planner.starts.v_list import Settings, turn_order, turn_orders
+from zbcompile.schedule.check import check
+from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import simulate
+
+PEER = json.loads((DATA / "peer_schedules.json").read_text())["runs"]
+STAGE = StageCost.simple(11_347, 11_248, 8_132, 34, 16)
+
+
+def v_problem(p: int, m: int, cap: int, latency: int = 754) -> Problem:
+    return Problem.of(Profile.uniform(STAGE, 2 * p, latency), Placement.v(p), m, cap, "span")
+
+
+def peer_row(p: int, m: int, name: str, objective: str) -> tuple[Problem, int]:
+    """A published profile at the memory of the peer's own order, and the value of that order."""
+    row = next(r for r in PEER if r["set"] == "paper" and (r["p"], r["m"]) == (p, m))
+    peer = row["schedules"][name]
+    stage = StageCost.simple(row["TF"] * 500, row["TB"] * 500, row["TW"] * 500, row["mem"][0], -row["mem"][2])
+    cap = round(2 * row["mem"][0] * peer["peak_over_MB"])
+    profile = Profile.uniform(stage, 2 * p, row["Tcomm"] * 1000)
+    problem = Problem.of(profile, Placement.v(p), m, cap, objective)
+    return problem, round(peer["longest_stage" if objective == "span" else "makespan"] * 1000)
+
+
+def folded_classic(name: str, p: int, m: int, latency: int = 754) -> tuple[Flat, Folded]:
+    problem = v_problem(p, m, p * 34 * 2, latency)
+    flat = Flat.of(problem)
+    codes = dict(classic.orders_for(problem))[name]
+    folded = fold(flat, codes, Annealer(flat))
+    assert folded is not None
+    assert folded.unfold() == codes
+    return flat, folded
+
+
+def score(flat: Flat, codes: list[list[tuple[int, int]]] | None) -> int:
+    assert codes is not None
+    found = Annealer(flat).score(codes)
+    assert found is not None
+    return found[0]
+
+
+@pytest.mark.parametrize(("p", "m"), [(8, 24), (8, 64), (16, 48)])
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_turns_reach_the_peers_zb_v(p: int, m: int, objective: str) -> None:
+    """The published profiles at the memory of the peer's own ZB-V: never longer than its order."""
+    problem, peer = peer_row(p, m, "ZB-V", objective)
+    flat = Flat.of(problem)
+    value, _, codes = turn_orders(flat, Annealer(flat))[0]
+    schedule = to_schedule(codes, problem)
+    check(schedule, problem)
+    result = simulate(schedule, problem)
+    assert value == (result.span_ns if objective == "span" else result.makespan_ns)
+    assert value <= peer
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_turns_make_legal_orders_or_none(seed: int) -> None:
+    """Unequal stages, any cap from one microbatch on, any budget."""
+    rng = random.Random(seed)
+    ranks = rng.randint(1, 4)
+    placement = Placement.v(ranks, 2)
+    problem = random_problem(rng, ranks=ranks, microbatches=rng.randint(1, 7), placement=placement)
+    settings = Settings(rng.randint(0, 20), rng.random() < 0.5, rng.random() < 0.5)
+    codes = turn_order(Flat.of(problem), settings)
+    if codes is not None:
+        check(to_schedule(codes, problem), problem)
+
+
+def test_turns_are_for_the_v_alone_and_for_what_can_win() -> None:
+    linear = Problem.of(Profile.uniform(STAGE, 4, 754), None, 8, 4 * 34)
+    assert turn_orders(Flat.of(linear), Annealer(Flat.of(linear))) == []
+    flat = Flat.of(v_problem(4, 12, 8 * 34))
+    annealer = Annealer(flat)
+    first = turn_order(flat, Settings(0, False, False))
+    value = score(flat, first)
+    assert turn_orders(flat, annealer, value - 1) == []
+    assert turn_orders(flat, annealer, value)[0][0] <= value
+
+
+@pytest.mark.parametrize("name", ["ZB-V", "V-Half", "V-Min"])
+@pytest.mark.parametrize("m", [23, 48])
+def test_the_middle_comes_back_as_it_was(name: str, m: int) -> None:
+    """Folded and unfolded: the same order. Grown: the idle time of the folded one."""
+    flat, folded = folded_classic(name, 8, m)
+    assert folded.flat.num_microbatches <= 16
+    assert folded.grown(m) == folded.unfold()
+    again = folded.grown(60)
+    long = replace(flat, num_microbatches=60)
+    if name != "V-Min":  # whose middle idles
+        block = flat.work(0) // m
+        short = score(folded.flat, folded.codes)
+        assert score(long, again) == short + (60 - folded.flat.num_microbatches) * block
+
+
+def test_blocks_that_do_not_fill_the_difference_are_not_grown() -> None:
+    _, folded = folded_classic("V-Half", 4, 24)
+    low, high, copies = folded.fences[0]  # type: ignore[index]
+    double = replace(folded, fences=[(low, 2 * high - low, copies)] * 4)
+    count = folded.flat.num_microbatches
+    assert double.grown(count + 3) is None
+    assert double.grown(count - 2) is None
+    assert double.grown(count + 4) is not None
+
+
+def test_annealing_leaves_the_block_alone() -> None:
+    """V-Half, whose middle has no idle time: every rank's block stays, and what is gained is gained for
+    any number of microbatches."""
+    flat, folded = folded_classic("V-Half", 8, 40)
+    found = Annealer(folded.flat).run(folded.codes, 4000, seed=1, heat=4e-4, fences=folded.fences)
+    gained = score(folded.flat, folded.codes) - score(folded.flat, found)
+    assert gained > 0
+    for before, after, (low, high, copies) in zip(folded.codes, found, folded.fences or [], strict=True):
+        assert copies == 1
+        assert before[low:high] == after[low:high]
+    assert score(flat, folded.unfold()) - score(flat, replace(folded, codes=found).unfold()) == gained
+
+
+def test_copies_are_changed_alike() -> None:
+    """V-Min's middle idles on a slow link: annealed in several copies at once, whole blocks stay whole."""
+    flat, folded = folded_classic("V-Min", 8, 64, latency=9000)
+    found = Annealer(folded.flat).run(folded.codes, 6000, seed=1, heat=4e-4, fences=folded.fences)
+    changed = False
+    for before, after, (low, high, copies) in zip(folded.codes, found, folded.fences or [], strict=True):
+        size = high - low
+        assert copies > 1
+        blocks = [after[low + k * size : low + (k + 1) * size] for k in range(copies)]
+        assert all(block == blocks[0] for block in blocks)
+        assert sorted(blocks[0]) == sorted(before[low:high])
+        changed = changed or blocks[0] != before[low:high]
+    assert changed
+    whole = replace(folded, codes=found).unfold()
+    assert score(flat, whole) < score(flat, folded.unfold())
+    problem = v_problem(8, 64, 8 * 34 * 2, latency=9000)
+    check(to_schedule(whole, problem), problem)
+
+
+def test_no_middle_no_fold() -> None:
+    """Too few microbatches, fused backwards, and orders that never repeat."""
+    flat = Flat.of(v_problem(8, 9, 8 * 68))
+    annealer = Annealer(flat)
+    orders = dict(classic.orders_for(v_problem(8, 9, 8 * 68)))
+    assert fold(flat, orders["V-Half"], annealer) is None
+    long = v_problem(4, 24, 4 * 68)
+    fused = dict(classic.orders_for(long))["DualPipeV"]
+    assert fold(Flat.of(long), fused, Annealer(Flat.of(long))) is None
+    codes = [list(row) for row in dict(classic.orders_for(long))["V-Half"]]
+    rng = random.Random(0)
+    for row in codes:
+        for _ in range(2000):
+            k = rng.randrange(len(row) - 1)
+            if row[k][0] == W and row[k + 1] != row[k]:
+                row[k], row[k + 1] = row[k + 1], row[k]
+    flat = replace(Flat.of(long), room=(10**9,) * 4)
+    folded = fold(flat, codes, Annealer(flat))
+    assert folded is None or folded.unfold() == codes
+
+
+@pytest.mark.parametrize("m", [24, 64])
+def test_v_half_beats_the_peers_for_any_count(m: int) -> None:
+    """The published profile at p = 8, at the memory of the peer's own V-Half, folded."""
+    problem, peer = peer_row(8, m, "V-Half", "span")
+    flat = Flat.of(problem)
+    folded = fold(flat, dict(classic.orders_for(problem))["V-Half"], Annealer(flat))
+    assert folded is not None
+    annealer = Annealer(folded.flat)
+    found = [annealer.run(folded.codes, 20_000, seed=k, heat=4e-4, fences=folded.fences) for k in (1, 2)]
+    assert min(score(flat, replace(folded, codes=codes).unfold()) for codes in found) < peer
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_actions_without_length_are_folded_whole_or_not_at_all(seed: int) -> None:
+    """Zero times make several places of a row start together: what is folded comes back as it was."""
+    rng = random.Random(seed)
+    stage = StageCost.simple(rng.randint(0, 3), rng.randint(0, 3), 0, 2, 1)
+    placement = rng.choice((Placement.v(4), Placement.looped(4, 2), Placement.linear(4)))
+    profile = Profile.uniform(stage, placement.num_stages, rng.randint(0, 1))
+    cap = rng.choice((12, 16, 24))
+    problem = Problem.of(profile, placement, rng.choice((12, 16)), cap, rng.choice(("span", "makespan")))
+    flat, annealer = Flat.of(problem), Annealer(Flat.of(problem))
+    orders = [codes for _, codes in classic.orders_for(problem)]
+    orders += [codes for _, _, codes in turn_orders(flat, annealer)]
+    for codes in orders:
+        folded = fold(flat, codes, annealer)
+        if folded is not None:
+            assert folded.unfold() == codes
+            assert Annealer(folded.flat).score(folded.codes) is not None
+    check(plan(problem, time_limit_s=1).schedule, problem)

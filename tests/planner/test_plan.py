@@ -1,0 +1,110 @@
+"""The straight line from a problem to a certified order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.planner.starts.test_classic import paper_problem
+from zbcompile.errors import InfeasibleError, UsageError
+from zbcompile.planner.bounds.analytic import best_bound
+from zbcompile.planner.core.instance import Flat
+from zbcompile.planner.exact import proofs
+from zbcompile.planner.exact.model import ExactResult
+from zbcompile.planner.incumbent import Best
+from zbcompile.planner.plan import Progress, plan
+from zbcompile.planner.starts.initial import one_at_a_time
+from zbcompile.schedule.check import check
+from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.problem import Problem
+
+
+@pytest.mark.parametrize("row", range(6))
+def test_published_rows_at_cap_p_are_proved_optimal(paper_profiles: dict[str, Any], row: int) -> None:
+    config = paper_profiles["configs"][row]
+    problem = paper_problem(config, 1)
+    solution = plan(problem)
+    check(solution.schedule, problem)
+    work, value = problem.work_ns(0), solution.certificate.value_ns
+    assert solution.certificate.is_optimal
+    assert round(1 - work / value, 4) == config["published_bubble_rate"]["ZB-1p"]
+
+
+def test_cp_sat_proves_what_the_bounds_leave_open() -> None:
+    problem = Problem.of(Profile.uniform(StageCost.simple(3, 3, 2), 4), None, 8, 6)
+    solution = plan(problem, time_limit_s=60)
+    assert solution.certificate.status == "OPTIMAL"
+    assert solution.certificate.value_ns == 88
+
+
+def test_a_cap_below_one_microbatch_names_the_least_that_works() -> None:
+    problem = Problem.of(Profile.uniform(StageCost.simple(3, 3, 2, 10, 4), 3), None, 4, (10, 9, 10))
+    with pytest.raises(InfeasibleError) as caught:
+        plan(problem)
+    assert (caught.value.where, caught.value.needed, caught.value.given) == ("rank 1", 10, 9)
+    plan(problem.with_(caps=(10, 10, 10)), time_limit_s=2)
+
+
+def test_progress_is_monotone() -> None:
+    seen: list[Progress] = []
+    problem = Problem.of(Profile.uniform(StageCost.simple(3, 3, 2), 4, 1), None, 8, 6)
+    solution = plan(problem, observer=seen.append, time_limit_s=20)
+    values = [p.best_ns for p in seen if p.best_ns is not None]
+    bounds = [p.bound_ns for p in seen]
+    assert values == sorted(values, reverse=True)
+    assert bounds == sorted(bounds)
+    assert values[-1] == solution.certificate.value_ns
+
+
+def test_the_same_seed_gives_the_same_order() -> None:
+    problem = Problem.of(Profile.uniform(StageCost.simple(3, 4, 2), 3, 1), None, 5, 5)
+    assert plan(problem, seed=1, time_limit_s=60) == plan(problem, seed=1, time_limit_s=60)
+
+
+def test_an_interrupt_keeps_the_best_order() -> None:
+    """Ctrl-C is raised by the observer at the second progress line."""
+    problem = Problem.of(Profile.uniform(StageCost.simple(3, 3, 2), 4, 1), None, 8, 6)
+    lines: list[Progress] = []
+
+    def interrupt(progress: Progress) -> None:
+        lines.append(progress)
+        if len(lines) == 2:
+            raise KeyboardInterrupt
+
+    solution = plan(problem, observer=interrupt)
+    check(solution.schedule, problem)
+    assert solution.certificate.value_ns == lines[1].best_ns
+
+
+def test_no_time_still_gives_a_classic_order() -> None:
+    problem = Problem.of(Profile.uniform(StageCost.simple(3, 4, 2), 4, 1), None, 12, 16)
+    solution = plan(problem, time_limit_s=0)
+    assert solution.origin.startswith("classic")
+    check(solution.schedule, problem)
+
+
+def test_unknown_choices_are_refused() -> None:
+    problem = Problem.of(Profile.uniform(StageCost.simple(3, 4, 2), 2))
+    with pytest.raises(UsageError, match="fusing"):
+        plan(problem, fuse="sometimes")
+
+
+def test_questions_that_are_not_answered_are_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of a few ns leave no step below one: each question is asked further down, then it ends."""
+    asked = []
+
+    def silent(flat: Flat, value_ns: int, **_: object) -> ExactResult:
+        asked.append(value_ns)
+        return ExactResult(None, None, 0, False, 0.0)
+
+    monkeypatch.setattr(proofs, "ask_below", silent)
+    problem = Problem.of(Profile.uniform(StageCost.simple(2, 2, 1, 2, 1), 8, 1), Placement.v(4), 4, 16)
+    best = Best(problem, best_bound(problem), time_limit_s=60)
+    best.offer(one_at_a_time(best.flat), "test")
+    assert best.value is not None
+    proofs.prove_from_below(best, 0)
+    assert asked[0] <= best.value
+    assert asked == sorted(set(asked), reverse=True)
+    assert asked[-1] == best.bound.value_ns + 1

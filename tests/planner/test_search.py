@@ -1,0 +1,200 @@
+"""Patterns, keyed dispatch and annealing: legal orders, never longer, the same with and without numba."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.planner_cases import random_placement, random_problem
+from zbcompile.planner.core.dispatch import Dispatcher
+from zbcompile.planner.core.instance import Flat, to_schedule
+from zbcompile.planner.core.score import evaluate, fits
+from zbcompile.planner.improve.anneal import Annealer
+from zbcompile.planner.improve.redispatch import rewoven
+from zbcompile.planner.plan import plan
+from zbcompile.planner.starts import classic
+from zbcompile.planner.starts.initial import one_at_a_time
+from zbcompile.planner.starts.offset_keys import mutate, standard_patterns, waves_of
+from zbcompile.planner.starts.stretch import short_flat, stretch
+from zbcompile.schedule.check import check
+from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import simulate
+
+SCRIPT = """
+import random
+from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.ir import Placement
+from zbcompile.planner.core import tables
+from zbcompile.planner.improve.anneal import Annealer
+from zbcompile.planner.bounds.analytic import best_bound
+from zbcompile.planner.search import Effort, pattern_orders
+from zbcompile.planner.incumbent import Best
+from zbcompile.schedule.problem import Problem
+profile = Profile.uniform(StageCost.simple(30, 31, 17, 10, 4), 8, 2)
+for objective in ("span", "makespan"):
+    problem = Problem.of(profile, Placement.v(4), 6, 60, objective)
+    best = Best(problem, best_bound(problem), time_limit_s=600)
+    annealer = Annealer(best.flat)
+    pool = pattern_orders(best, annealer, Effort(12, 12), random.Random(3))
+    print(tables.HAVE_NUMBA, pool, annealer.run(pool[0][2], 700, seed=5))
+"""
+
+
+def run_script(**environment: str) -> tuple[str, str]:
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=True,
+    )
+    flag = result.stdout.split()[0]
+    return flag, result.stdout.replace(flag, "")
+
+
+def test_the_same_order_without_numba() -> None:
+    """NUMBA_DISABLE_JIT leaves the kernels as plain Python; where numba is absent both runs are that."""
+    _, compiled = run_script()
+    plain_flag, plain = run_script(NUMBA_DISABLE_JIT="1")
+    assert plain_flag == "False"
+    assert compiled == plain
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_annealing_keeps_orders_legal_and_never_longer(seed: int) -> None:
+    rng = random.Random(seed)
+    ranks = rng.randint(1, 4)
+    placement = random_placement(rng, ranks) if rng.random() < 0.7 else None
+    problem = random_problem(rng, ranks=ranks, microbatches=rng.randint(1, 5), placement=placement)
+    flat = Flat.of(problem)
+    before = one_at_a_time(flat)
+    annealer = Annealer(flat)
+    after = annealer.run(before, 300, seed=seed)
+    check(to_schedule(after, problem), problem)
+    measured, started = evaluate(flat, after), evaluate(flat, before)
+    assert measured is not None
+    assert started is not None
+    which = 0 if flat.objective == "span" else 1
+    assert measured[which] <= started[which]
+    score = annealer.score(after)
+    assert score is not None
+    assert score[0] == measured[which]
+
+
+def some_problem(seed: int) -> tuple[Problem, random.Random]:
+    rng = random.Random(seed)
+    ranks = rng.randint(1, 4)
+    placement = random_placement(rng, ranks)
+    return random_problem(rng, ranks=ranks, microbatches=rng.randint(1, 5), placement=placement), rng
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_dispatch_fits_and_finishes_under_any_keys(seed: int) -> None:
+    """No limit on microbatches in flight: the reserve for deeper stages alone rules out a lock-up."""
+    problem, rng = some_problem(seed)
+    flat = Flat.of(problem)
+    actions = 3 * flat.num_stages * flat.num_microbatches
+    keys = [rng.randint(0, 50) for _ in range(actions)]
+    codes = Dispatcher(flat).run(keys, [flat.num_microbatches] * flat.num_stages, rng.choice((0, 50, 100)))
+    assert codes is not None
+    check(to_schedule(codes, problem), problem)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_gaps_are_the_waits_for_messages(seed: int) -> None:
+    """Of every order met on the way; `simulate` is the oracle."""
+    problem, _ = some_problem(seed)
+    problem = problem.with_(objective="makespan")
+    flat = Flat.of(problem)
+    annealer = Annealer(flat)
+    codes = annealer.run(one_at_a_time(flat), 100, seed=seed)
+    timeline = simulate(to_schedule(codes, problem), problem)
+    expected = [
+        start - end
+        for starts, ends in zip(timeline.start, timeline.end, strict=True)
+        for start, end in zip(starts, [0, *ends], strict=False)
+    ]
+    assert annealer.gaps(codes) == expected
+
+
+def test_search_is_shorter_than_the_published_order_at_half_memory() -> None:
+    """V-Half of arXiv 2405.15362 at p = 4: the first round of annealing is enough."""
+    profile = Profile.uniform(StageCost.simple(30, 29, 20, 34, 16), 8, 1)
+    problem = Problem.of(profile, Placement.v(4), 12, 34 * 2 * 3)
+    published = dict(classic.orders_for(problem))["V-Half"]
+    flat = Flat.of(problem)
+    annealer = Annealer(flat)
+    before, after = (annealer.score(codes) for codes in (published, annealer.run(published, 3000, seed=1)))
+    assert before is not None
+    assert after is not None
+    assert after[0] < 0.98 * before[0]
+
+
+def test_patterns_decode_on_every_placement() -> None:
+    rng = random.Random(0)
+    for placement in (Placement.v(4), Placement.looped(3, 3), Placement((0, 1, 1, 2, 0)), Placement.v(2, 3)):
+        profile = Profile.uniform(StageCost.simple(3, 3, 2), placement.num_stages, 1)
+        flat = Flat.of(Problem.of(profile, placement, 6))
+        dispatcher = Dispatcher(flat)
+        for pattern in standard_patterns(len(waves_of(flat)), flat.num_ranks):
+            keys, flying = mutate(pattern, rng).keys(flat)
+            codes = dispatcher.run(keys, flying)
+            assert codes is None or evaluate(flat, codes) is not None
+
+
+def test_a_stretched_order_keeps_its_bubble() -> None:
+    """Eight microbatches more at the same bubble: the middle is repeated, not the ends."""
+    profile = Profile.uniform(StageCost.simple(10, 10, 10, 2, 1), 8)
+    short = Problem.of(profile, Placement.v(4), 12, 16, "makespan")
+    long = short.with_(num_microbatches=20)
+    solution = plan(short, time_limit_s=30)
+    from zbcompile.planner.core.instance import to_codes
+
+    flat = Flat.of(long)
+    found = stretch(flat, to_codes(solution.schedule), 12, Annealer(flat))
+    assert found
+    assert all(fits(flat, codes) for codes in found)
+    measured = evaluate(flat, found[0])
+    assert measured is not None
+    assert measured[1] - flat.work(0) <= solution.certificate.value_ns - short_flat(flat, 12).work(0)
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_v_beats_one_stage_per_rank(objective: str) -> None:
+    """At the memory of 1F1B, p = 4, m = 8: V is shorter than any order of one stage per rank."""
+    halves = Profile.uniform(StageCost.simple(10, 10, 10, 2, 1), 8)
+    wholes = Profile.uniform(StageCost.simple(20, 20, 20, 4, 2), 4)
+    v = plan(Problem.of(halves, Placement.v(4), 8, 16, objective), time_limit_s=20)
+    linear = plan(Problem.of(wholes, None, 8, 16, objective), time_limit_s=20)
+    assert linear.certificate.is_optimal
+    assert v.certificate.value_ns < linear.certificate.value_ns
+
+
+def test_published_orders_are_placed_anew() -> None:
+    """ZB-V made for equal times, under times that are not: shorter orders, legal, the same twice."""
+    stage = StageCost.simple(11_347, 11_248, 8_132, 34, 16)
+    problem = Problem.of(Profile.uniform(stage, 16, 754), Placement.v(8), 16, 16 * 34)
+    flat = Flat.of(problem)
+    given = dict(classic.orders_for(problem))["ZB-V"]
+    annealer, dispatcher = Annealer(flat), Dispatcher(flat)
+    before = annealer.score(given)
+    assert before is not None
+    found = rewoven(flat, given, annealer, dispatcher, 60, random.Random(1))
+    assert found
+    assert found == rewoven(flat, given, annealer, dispatcher, 60, random.Random(1))
+    assert found[0][:2] < before
+    for value, _, codes in found:
+        assert fits(flat, codes)
+        assert simulate(to_schedule(codes, problem), problem).span_ns == value

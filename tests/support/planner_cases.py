@@ -1,0 +1,93 @@
+"""Random small planning problems, and brute force over every order."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from functools import cache
+
+from zbcompile.planner.core.instance import B, F, Flat, W, least_room
+from zbcompile.planner.core.score import fits, value_of
+from zbcompile.schedule.costs import Link, Profile, StageCost
+from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.problem import Problem
+
+
+def random_placement(rng: random.Random, ranks: int) -> Placement:
+    """Linear, looped, V, or an uneven map with up to three stages on a rank."""
+    kind = rng.choice(("looped", "v", "map"))
+    if kind == "looped":
+        return Placement.looped(ranks, 2)
+    if kind == "v":
+        return Placement.v(ranks, 2)
+    extra = [rng.randrange(ranks) for _ in range(rng.randint(1, 2))]
+    order = list(range(ranks)) + extra
+    rng.shuffle(order)
+    return Placement(tuple(order))
+
+
+def random_problem(
+    rng: random.Random,
+    *,
+    ranks: int,
+    microbatches: int,
+    placement: Placement | None = None,
+    longest: int = 6,
+    objective: str | None = None,
+) -> Problem:
+    """Unequal stages and caps between the least that works and one that binds little."""
+    placement = placement or Placement.linear(ranks)
+    stages = tuple(
+        StageCost.simple(
+            rng.randint(1, longest),
+            rng.randint(1, longest),
+            rng.randint(0, longest),
+            saved := rng.randint(2, 6),
+            rng.randint(0, saved),
+        )
+        for _ in range(placement.num_stages)
+    )
+    profile = Profile(stages, link=Link(rng.randint(0, 2)))
+    objective = objective or rng.choice(("span", "makespan"))
+    problem = Problem.of(profile, placement, microbatches, None, objective)
+    flat = Flat.of(problem)
+    caps = tuple(
+        max(least_room(flat, r), int(least_room(flat, r) * rng.uniform(1, microbatches)))
+        for r in range(ranks)
+    )
+    return problem.with_(caps=caps)
+
+
+@cache
+def rank_orders(stages: tuple[int, ...], microbatches: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Every order of one rank in which F(i) precedes B(i) precedes W(i) for each of its stages."""
+    total = 3 * microbatches * len(stages)
+
+    def extend(row: tuple[tuple[int, int], ...], count: dict[tuple[int, int], int]) -> Iterator[object]:
+        if len(row) == total:
+            yield row
+            return
+        for s in stages:
+            for kind in (F, B, W):
+                done = count.get((kind, s), 0)
+                if done == microbatches or (kind != F and count.get((kind - 1, s), 0) <= done):
+                    continue
+                yield from extend((*row, (kind, s)), {**count, (kind, s): done + 1})
+
+    return tuple(extend((), {}))  # type: ignore[arg-type]
+
+
+def brute_force(problem: Problem) -> int:
+    """Least value over every order of every rank that fits and does not deadlock."""
+    flat = Flat.of(problem)
+    alone = [
+        [
+            list(row)
+            for row in rank_orders(stages, problem.num_microbatches)
+            if fits(flat, [list(row) if r == rank else [] for r in range(flat.num_ranks)])
+        ]
+        for rank, stages in enumerate(flat.stages_of)
+    ]
+    values = (value_of(flat, list(rows)) for rows in itertools.product(*alone))
+    return min(value for value in values if value is not None)

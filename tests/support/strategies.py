@@ -1,0 +1,84 @@
+"""Random problems and random legal orders for the property tests."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from hypothesis import strategies as st
+
+from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
+from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.rules import Rules, predecessors
+
+_TIME = st.integers(0, 9)
+_BYTES = st.integers(0, 9)
+
+
+@st.composite
+def stage_costs(draw: st.DrawFn) -> StageCost:
+    """Any costs; B + W is at least BW."""
+    b, w = draw(_TIME), draw(_TIME)
+    return StageCost(
+        draw(_TIME), b, w, draw(st.integers(0, b + w)), draw(_BYTES), draw(_BYTES), draw(st.integers(0, 3))
+    )
+
+
+@st.composite
+def placements(draw: st.DrawFn, max_ranks: int = 4) -> Placement:
+    """Linear, looped, V or any map."""
+    ranks = draw(st.integers(1, max_ranks))
+    kind = draw(st.sampled_from(["linear", "looped", "v", "map"]))
+    if kind == "linear":
+        return Placement.linear(ranks)
+    if kind == "map":
+        extra = draw(st.lists(st.integers(0, ranks - 1), max_size=3))
+        return Placement(tuple(draw(st.permutations([*range(ranks), *extra]))))
+    return Placement.named(kind, ranks, draw(st.integers(1, 3)))
+
+
+@st.composite
+def problems(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 4) -> Problem:
+    """Unequal stages, skip connections, edges without gradients, links with latency and bandwidth."""
+    placement = draw(placements(max_ranks))
+    n = placement.num_stages
+    edges = [Edge(s, s + 1, draw(_BYTES), draw(_BYTES), True) for s in range(n - 1)]
+    if n > 2:
+        pairs = draw(st.lists(st.tuples(st.integers(0, n - 3), st.integers(2, n - 1)), max_size=2))
+        for source, gap in sorted(set(pairs)):
+            if source + 2 <= gap:
+                edges.append(Edge(source, gap, draw(_BYTES), draw(_BYTES), draw(st.booleans())))
+    link = Link(draw(st.integers(0, 4)), draw(st.sampled_from([0, 10**9, 5 * 10**8])))
+    stages = tuple(draw(stage_costs()) for _ in range(n))
+    profile = Profile(stages, tuple(edges), link, overhead_ns=draw(st.integers(0, 2)))
+    return Problem(profile, placement, draw(st.integers(1, max_microbatches)))
+
+
+def greedy_order(problem: Problem, random: Any = None, fuse: float = 0.3) -> Schedule:
+    """A random legal order: always run some action whose needs are met, chosen at random."""
+    random = random or Random(0)
+    rules = Rules.of(problem)
+    fused = frozenset(
+        (s, i)
+        for s in range(problem.num_stages)
+        for i in range(problem.num_microbatches)
+        if random.random() < fuse
+    )
+    todo: list[Action] = []
+    for stage in range(problem.num_stages):
+        for i in range(problem.num_microbatches):
+            todo.append(Action(Kind.FORWARD, stage, i))
+            if (stage, i) in fused:
+                todo.append(Action(Kind.FULL_BACKWARD, stage, i))
+            else:
+                todo += [Action(Kind.BACKWARD_INPUT, stage, i), Action(Kind.BACKWARD_WEIGHT, stage, i)]
+    order: list[list[Action]] = [[] for _ in range(problem.num_ranks)]
+    done: set[Action] = set()
+    while todo:
+        ready = [a for a in todo if all(b in done for b, _ in predecessors(a, rules, fused))]
+        action = ready[random.randrange(len(ready))]
+        todo.remove(action)
+        done.add(action)
+        order[problem.placement.rank_of[action.stage]].append(action)
+    return Schedule.of(problem.placement, problem.num_microbatches, order)

@@ -1,0 +1,73 @@
+"""torch's own pipeline runtime on the hand-made stages, for the interop tests. Runs in processes of its
+own."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+from tests.support.hand_stages import hand_batch, hand_stages, hand_state
+from zbcompile.formats import torch_csv
+from zbcompile.runtime.distributed_runner import DistributedRunner
+from zbcompile.runtime.group import PipelineGroup
+from zbcompile.runtime.verbs import Setup, Step
+from zbcompile.schedule.ir import Schedule
+
+
+class TorchStage(nn.Module):
+    """y = tanh(x w) as a module."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight)
+
+
+def in_torch(rank: int, text: str, form: str, rank_of: tuple[int, ...], count: int) -> dict[str, Tensor]:
+    """Run a CSV in torch's runtime; the gradients of this rank's stages, summed over microbatches."""
+    state, device = hand_state(len(rank_of)), torch.device("cpu")
+    modules = {s: TorchStage(state[f"w{s}"]) for s, r in enumerate(rank_of) if r == rank}
+    stages = [PipelineStage(module, s, len(rank_of), device) for s, module in modules.items()]
+    runtime = _PipelineScheduleRuntime(stages, count, loss_fn=_loss, scale_grads=False)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "schedule.csv"
+        path.write_text(text)
+        runtime._load_csv(str(path), format=form)
+    batch = hand_batch(count)
+    x, target = (torch.cat([pair[k] for pair in batch]) for k in range(2))
+    args: tuple[Any, ...] = (x,) if rank_of[0] == rank else ()
+    runtime.step(*args, target=target if rank_of[-1] == rank else None)
+    return {f"w{s}": module.weight.grad for s, module in modules.items() if module.weight.grad is not None}
+
+
+def _loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output * target).sum()
+
+
+def in_ours(rank: int, text: str, texts: tuple[str, ...]) -> dict[str, Tensor]:
+    """Run an imported CSV in our runtime: the gradients of this rank's stages."""
+    schedule = torch_csv.loads(text).schedule
+    return ours(rank, schedule, texts)
+
+
+def ours(rank: int, schedule: Schedule, texts: tuple[str, ...]) -> dict[str, Tensor]:
+    count = schedule.num_stages
+    setup = Setup(hand_stages(count, skip=False), schedule.placement, schedule.num_microbatches)
+    runner = DistributedRunner(PipelineGroup(None, 60.0), setup, texts[rank], torch.device("cpu"), 60.0)
+    sums = runner.run(Step(hand_batch(schedule.num_microbatches)), hand_state(count))
+    runner.synchronize()
+    runner.close()
+    return sums
+
+
+def both_ways(rank: int, cases: list[tuple[str, Any]]) -> list[dict[str, Tensor]]:
+    """Several cases in one set of processes."""
+    return [in_torch(rank, *args) if kind == "torch" else in_ours(rank, *args) for kind, args in cases]

@@ -1,0 +1,107 @@
+"""``zbcompile check``."""
+
+from __future__ import annotations
+
+import argparse
+
+from zbcompile.cli.inputs import load_scheduled, say
+from zbcompile.errors import CheckError, UsageError
+from zbcompile.formats.fields import format_json
+from zbcompile.formats.files import write_text
+from zbcompile.formats.schedule_json import ScheduleFile
+from zbcompile.schedule.check import judge
+from zbcompile.schedule.event_graph import EventGraph
+from zbcompile.schedule.simulate import timeline_of
+from zbcompile.schedule.solution import Solution
+from zbcompile.show.summary import unit_problem
+
+__all__ = ["check"]
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Judge a schedule. 0 when it is sound, 1 when not."""
+    file = load_scheduled(arguments)
+    problem = file.problem or unit_problem(file.schedule)
+    found, graph = judge(file.schedule, problem)
+    if arguments.certificate and (file.certificate is None or file.problem is None):
+        raise UsageError("the schedule carries no certificate to prove", fix="leave --certificate out")
+    proof: list[str] = []
+    if graph is not None:
+        found += _claims(file, graph)
+    if not found and arguments.certificate:
+        found, proof = _proved(file.solution())
+    if arguments.json:
+        write_text("-", format_json(_verdict(file, found)))
+        return 1 if found else 0
+    for fault in found:
+        say(f"fault: {fault}")
+    if found:
+        say(f"{len(found)} fault{'s' if len(found) > 1 else ''} found")
+        return 1
+    count = sum(len(row) for row in file.schedule.order)
+    words = ["complete", "in order", "free of deadlock"]
+    if file.problem is not None and any(cap is not None for cap in problem.caps):
+        words.append("under the cap")
+    if file.certificate is not None:
+        words.append("certificate proved again" if arguments.certificate else "value as certified")
+    lines = [f"ok: {count} actions on {file.schedule.num_ranks} ranks: {', '.join(words)}", *proof]
+    write_text("-", "\n".join(lines) + "\n")
+    return 0
+
+
+def _claims(file: ScheduleFile, graph: EventGraph) -> list[CheckError]:
+    """A certificate that speaks of another value than the order has."""
+    if file.certificate is None or file.problem is None:
+        return []
+    value = timeline_of(graph).value_ns
+    if value == file.certificate.value_ns:
+        return []
+    return [
+        CheckError(
+            "the certificate speaks of another value",
+            needed=f"{value} ns, as simulated",
+            given=f"{file.certificate.value_ns} ns",
+            fix="plan again",
+        )
+    ]
+
+
+def _proved(solution: Solution) -> tuple[list[CheckError], list[str]]:
+    """Derive the bound again: faults, or the derivation line by line."""
+    from zbcompile.planner.certify.certificate import verify_certificate
+
+    try:
+        found = verify_certificate(solution)
+    except CheckError as error:
+        return [error], []
+    if not found.proved:
+        fault = CheckError(
+            f"the {found.method} bound was not proved again in the time given",
+            needed=f"{found.bound_ns} ns",
+            given=f"{found.derived_ns} ns without the solver",
+        )
+        return [fault], []
+    certificate = solution.certificate
+    claim = f"no order has a {certificate.objective} below {found.bound_ns:,} ns"
+    head = f"{claim} ({found.method}); {certificate.status}:"
+    return [], [head, *found.lines, f"{'=':>8} {found.derived_ns:,} ns"]
+
+
+def _verdict(file: ScheduleFile, found: list[CheckError]) -> dict[str, object]:
+    return {
+        "ok": not found,
+        "ranks": file.schedule.num_ranks,
+        "stages": file.schedule.num_stages,
+        "microbatches": file.schedule.num_microbatches,
+        "actions": sum(len(row) for row in file.schedule.order),
+        "faults": [
+            {
+                "what": fault.what,
+                "where": fault.where,
+                "needed": None if fault.needed is None else str(fault.needed),
+                "given": None if fault.given is None else str(fault.given),
+                "fix": fault.fix,
+            }
+            for fault in found
+        ],
+    }

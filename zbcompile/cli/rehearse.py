@@ -1,0 +1,117 @@
+"""``zbcompile rehearse``: a schedule on real processes and the real transport, with sleeping compute."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+from rich.table import Table
+
+from zbcompile.cli.inputs import load_scheduled
+from zbcompile.compiler import driver
+from zbcompile.compiler.driver import Options
+from zbcompile.errors import UsageError
+from zbcompile.formats import measured_json, profile_json
+from zbcompile.formats.fields import format_json
+from zbcompile.formats.files import write_text
+from zbcompile.formats.schedule_json import ScheduleFile
+from zbcompile.runtime.rehearse import Rehearsal
+from zbcompile.schedule.solution import Solution
+from zbcompile.show.units import format_bytes, time_unit
+
+__all__ = ["rehearse"]
+
+_STALL_S = 60.0
+
+
+def rehearse(arguments: argparse.Namespace) -> int:
+    """Run and compare. Under torchrun each process is a rank and rank 0 talks; else processes start here."""
+    file = load_scheduled(arguments)
+    if file.problem is None:
+        raise UsageError("the schedule carries no profile to sleep by", fix="give --profile PROFILE.json")
+    solution = _solution(file)
+    timeout_s = 120 + 10 * arguments.steps * solution.certificate.value_ns / 1e9
+    found = driver.rehearse(solution, steps=arguments.steps, stall_limit_s=_STALL_S, timeout_s=timeout_s)
+    if found is None:
+        return 0
+    if arguments.measured is not None:
+        write_text(arguments.measured, measured_json.dumps(found.measured))
+    if arguments.calibrated is not None:
+        write_text(arguments.calibrated, profile_json.dumps(found.calibrated))
+    if arguments.json:
+        write_text("-", format_json(_figures(found)))
+    else:
+        _print(found)
+    return 0
+
+
+def _solution(file: ScheduleFile) -> Solution:
+    problem = file.problem
+    assert problem is not None
+    if file.certificate is not None:
+        return file.solution()
+    caps = None if all(cap is None for cap in problem.caps) else problem.caps
+    options = Options(
+        problem.num_stages,
+        problem.num_ranks,
+        problem.num_microbatches,
+        caps,
+        problem.placement,
+        problem.objective,
+        problem.transport,
+    )
+    return driver.rated(file.schedule, problem.profile, options)
+
+
+def _figures(found: Rehearsal) -> dict[str, object]:
+    link = found.calibrated.link
+    return {
+        "planned_makespan_ns": found.planned_ns,
+        "measured_makespan_ns": found.measured_ns,
+        "calibrated_makespan_ns": found.calibrated_ns,
+        "planned_span_ns": found.planned_span_ns,
+        "measured_span_ns": found.measured_span_ns,
+        "excess": found.excess,
+        "excess_calibrated": found.excess_calibrated,
+        "overhead_ns": found.calibrated.overhead_ns,
+        "latency_ns": link.latency_ns,
+        "bytes_per_second": link.bytes_per_second,
+        "rows": [
+            {
+                "rank": row.rank,
+                "kind": row.kind.value,
+                "count": row.count,
+                "planned_ns": row.planned_ns,
+                "measured_ns": row.measured_ns,
+            }
+            for row in found.rows
+        ],
+    }
+
+
+def _print(found: Rehearsal) -> None:
+    unit = time_unit(found.planned_ns)
+    table = Table(title="planned against measured, whole step", title_justify="left")
+    for name in ("rank", "kind", "count", f"planned {unit.name}", f"measured {unit.name}", "excess"):
+        table.add_column(name, justify="left" if name == "kind" else "right")
+    for row in found.rows:
+        excess = f"{100 * (row.measured_ns / row.planned_ns - 1):+.1f} %" if row.planned_ns else ""
+        table.add_row(
+            str(row.rank),
+            row.kind.letter,
+            str(row.count),
+            unit.number(row.planned_ns),
+            unit.number(row.measured_ns),
+            excess,
+        )
+    Console(highlight=False).print(table)
+    link = found.calibrated.link
+    lines = (
+        f"makespan {unit.text(found.measured_ns)} measured, {unit.text(found.planned_ns)} planned:"
+        f" {100 * found.excess:+.2f} %",
+        f"after calibration {unit.text(found.calibrated_ns)} planned: {100 * found.excess_calibrated:+.2f} %",
+        f"calibrated: {found.calibrated.overhead_ns / 1000:.0f} µs host time per action, "
+        f"{link.latency_ns / 1000:.0f} µs latency"
+        + (f", {format_bytes(link.bytes_per_second)}/s" if link.bytes_per_second else ""),
+    )
+    write_text("-", "\n".join(lines) + "\n")

@@ -1,0 +1,68 @@
+"""The graphs of all stages as readable text, one file per stage and phase.
+
+    stage-1/forward.txt, stage-1/backward_input.txt, stage-1/backward_weight.txt, stage-1/full_backward.txt
+
+Each starts with what enters and leaves; each call names shape and dtype, module path and source line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.fx import GraphModule
+
+from zbcompile.compiler.stages import FrontEndResult
+from zbcompile.formats.files import write_text
+from zbcompile.passes.split.stage_graphs import Graphs, Port, StageGraphs
+
+__all__ = ["dump_graphs", "graph_text", "stage_text"]
+
+
+def dump_graphs(result: FrontEndResult, directory: str | os.PathLike[str]) -> list[Path]:
+    """Write every graph of every stage below ``directory``; returns the paths, in order.
+
+    Files appear whole (written aside, then renamed). Raises UsageError when the place cannot be written.
+    """
+    written = []
+    first: dict[int, int] = {}
+    for stage in result.stages:
+        folder = Path(directory) / f"stage-{stage.index}"
+        folder.mkdir(parents=True, exist_ok=True)
+        like = first.setdefault(id(stage.graphs), stage.index)
+        for name in Graphs.__slots__:
+            path = folder / f"{name}.txt"
+            write_text(path, stage_text(stage, like) + graph_text(getattr(stage.graphs, name)))
+            written.append(path)
+    return written
+
+
+def stage_text(stage: StageGraphs, like: int | None = None) -> str:
+    """Ports, bytes and parameters of a stage as comment lines; ``like``: the stage whose graphs it shares."""
+    lines = [
+        f"# stage {stage.index}: held F to B {stage.saved_bytes} B, B to W {stage.saved_for_weight_bytes} B",
+        *_ports("in", stage.inputs),
+        *_ports("out", stage.outputs),
+        f"# parameters: {', '.join(stage.parameters) or '-'}",
+        f"# buffers: {', '.join(stage.buffers) or '-'}; changed: {', '.join(stage.mutated) or '-'}",
+    ]
+    if like is not None and like != stage.index:
+        lines.append(f"# same structure as stage {like}: module paths below are of that stage")
+    return "\n".join(lines) + "\n"
+
+
+def _ports(word: str, ports: Sequence[Port]) -> list[str]:
+    return [
+        f"# {word}: {port.name} {str(port.dtype).removeprefix('torch.')}{list(port.shape)} "
+        f"from {port.source[0]} {port.source[1]}"
+        + (f" to stage {', '.join(map(str, port.targets))}" if port.targets else "")
+        + (", with gradient" if port.has_gradient else "")
+        for port in ports
+    ]
+
+
+def graph_text(module: GraphModule) -> str:
+    """One graph as code with shapes, dtypes, module paths and source lines."""
+    text: str = module.print_readable(print_output=False)
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"

@@ -1,0 +1,54 @@
+"""Lower bounds where sends hold up their rank (``rendezvous`` and ``batched`` transports).
+
+After an F or B whose result goes to another rank, the rank's next action starts no earlier than the
+message has arrived. So the travel time may be counted as part of the F or B, and the links as
+instant: an order of the problem is an order of that stand-in, whose bounds hold up to one travel
+time, since a rank whose last action is a fused BW does not wait for its last message.
+"""
+
+from __future__ import annotations
+
+from zbcompile.planner.bounds.analytic import Bound, best_bound
+from zbcompile.planner.core.instance import Flat
+from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
+from zbcompile.schedule.problem import Problem
+
+__all__ = ["holding_bound", "stand_in"]
+
+
+def stand_in(problem: Problem) -> tuple[Problem, int] | None:
+    """The problem with travel times moved into F and B, and the time to take off its bounds.
+
+    ``None`` where sends hold up nobody, or where an F or B sends to more than one stage.
+    """
+    profile = problem.profile
+    chain = all(edge.target == edge.source + 1 and edge.has_gradient for edge in profile.edges)
+    if problem.transport == "async" or not chain or len(profile.edges) != profile.num_stages - 1:
+        return None
+    forward, backward = [0] * profile.num_stages, [0] * profile.num_stages
+    for edge in profile.edges:
+        forward[edge.source] = problem.lag_ns(edge)
+        backward[edge.target] = problem.lag_ns(edge, backward=True)
+    flat = Flat.of(problem).relaxed()
+    stages = []
+    for s, cost in enumerate(profile.stages):
+        b, w = flat.backward[s] + backward[s], flat.weight[s]
+        stages.append(
+            StageCost(
+                flat.forward[s] + forward[s], b, w, b + w, flat.saved[s], flat.pending[s], cost.static_bytes
+            )
+        )
+    edges = tuple(Edge(e.source, e.target) for e in profile.edges)
+    instant = Profile(tuple(stages), edges, Link())
+    return problem.with_(profile=instant, transport="async"), max(backward)
+
+
+def holding_bound(problem: Problem) -> Bound | None:
+    """The best analytic bound of the stand-in, less what its last message may not cost; or ``None``."""
+    pair = stand_in(problem)
+    if pair is None:
+        return None
+    found = best_bound(pair[0])
+    value = max(0, found.value_ns - pair[1])
+    witness = {"of": found.method, "last_message_ns": pair[1], **found.witness}
+    return Bound(value, "holding", found.objective, witness)

@@ -1,0 +1,105 @@
+"""The window chain: idle time that memory forces on a rank with one stage.
+
+In window i, from the start of F(i) to the start of B(i), the microbatch is away on the other
+ranks for at least the round trip. Meanwhile the rank can run only F(i..i+n-1), n = min(k, m-i+1)
+with k = room // M_B, since F(i+k) finds no room before B(i) ends; the a-1 other B's in flight when
+the window opens, with their W's; and w W's pending at that moment, where a*M_B + w*M_W <= room and
+w <= i - a. The rest of the window is idle. Windows i and i+k do not overlap, so a chain of windows
+at least k apart adds up; a dynamic program picks the best.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zbcompile.planner.core.instance import Flat
+
+__all__ = ["Window", "Windows", "window_chain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Window of microbatch i (from 1): what can run in it, and the idle time that is left."""
+
+    microbatch: int
+    forwards: int
+    in_flight: int
+    weights_pending: int
+    idle_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """A chain of windows on one rank."""
+
+    round_trip_ns: int
+    reuse: int
+    chosen: tuple[Window, ...]
+
+    @property
+    def idle_ns(self) -> int:
+        """Sum over the chain."""
+        return sum(window.idle_ns for window in self.chosen)
+
+    def terms(self) -> dict[str, object]:
+        """For a certificate: every window as [microbatch, F's, in flight, W's pending, idle ns]."""
+        return {
+            "round_trip_ns": self.round_trip_ns,
+            "microbatches_that_fit": self.reuse,
+            "windows": [
+                [w.microbatch, w.forwards, w.in_flight, w.weights_pending, w.idle_ns] for w in self.chosen
+            ],
+        }
+
+
+def busiest_fillings(flat: Flat, stage: int, fits: int) -> list[tuple[int, int, int]]:
+    """Per microbatch i: (most time of other B's and of W's in its window, in flight a, pending w).
+
+    Up to w = i - a the time grows with a; beyond, with all room used, it depends on a alone, so a
+    suffix maximum serves every i. Needs M_W <= M_B, as in `Flat.relaxed`.
+    """
+    count, room = flat.num_microbatches, flat.room[flat.rank_of[stage]]
+    saved, pending = flat.saved[stage], flat.pending[stage]
+    both, weight = flat.backward[stage] + flat.weight[stage], flat.weight[stage]
+    full: list[tuple[int, int, int]] = [(-1, 0, 0)] * (fits + 2)
+    for a in range(fits, 0, -1):
+        w = (room - a * saved) // pending if pending else count
+        full[a] = max(full[a + 1], ((a - 1) * both + w * weight, a, w))
+    result = []
+    for i in range(1, count + 1):
+        if i <= fits:
+            result.append(((i - 1) * both, i, 0))
+            continue
+        if saved > pending:
+            most = min(fits, (room - i * pending) // (saved - pending))
+        else:
+            most = fits if i * pending <= room else 0
+        most = max(0, most)
+        here = ((most - 1) * both + (i - most) * weight, most, i - most) if most else (-1, 0, 0)
+        result.append(max(here, full[most + 1]))
+    return result
+
+
+def window_chain(flat: Flat, round_trip: int, stage: int) -> Windows:
+    """The chain of windows with the most idle time on the rank of ``stage``, its only one."""
+    count, room = flat.num_microbatches, flat.room[flat.rank_of[stage]]
+    saved = flat.saved[stage]
+    fits = min(count, room // saved) if saved > 0 else count
+    if fits < 1:
+        return Windows(round_trip, fits, ())
+    windows: list[Window] = []
+    for i, (filling, flying, waiting) in enumerate(busiest_fillings(flat, stage, fits), 1):
+        forwards = min(fits, count - i + 1)
+        idle = round_trip - forwards * flat.forward[stage] - filling
+        windows.append(Window(i, forwards, flying, waiting, max(0, idle)))
+    best = [0] * (count + fits + 1)
+    for i in range(count - 1, -1, -1):
+        best[i] = max(best[i + 1], windows[i].idle_ns + best[i + fits])
+    chosen, i = [], 0
+    while i < count:
+        if best[i] == best[i + 1]:
+            i += 1
+        else:
+            chosen.append(windows[i])
+            i += fits
+    return Windows(round_trip, fits, tuple(chosen))

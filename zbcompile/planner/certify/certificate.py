@@ -1,0 +1,312 @@
+"""Checking a certificate without trusting who wrote it.
+
+The order is judged by `zbcompile.schedule.check`, its value by `simulate`, and the bound is derived again from
+the problem's own numbers: sums of paths, windows and work by `zbcompile.planner.certify.derive`; bounds that a
+solver proved by asking it for an order shorter than the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import cast
+
+from zbcompile.errors import CheckError, UsageError
+from zbcompile.planner.bounds.blocking_send import stand_in
+from zbcompile.planner.certify.derive import Derivation, Facts, Witness, derivations, rank_of, refuse
+from zbcompile.schedule.check import check
+from zbcompile.schedule.costs import StageCost
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import simulate
+from zbcompile.schedule.solution import Solution
+
+__all__ = ["Verified", "explain", "verify", "verify_certificate"]
+
+_MOST_ACTIONS = 7000
+"""Largest step for which the exact model is built again."""
+
+_MOST_UNITS = 2**53
+"""Most units of a grid in a bound: whole numbers that the solver can add up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What was proved anew.
+
+    derived_ns : the bound as derived here, at least the certificate's.
+    proved : False only where a solver's bound could not be proved again in the time given;
+        ``derived_ns`` is then what was proved without it.
+    lines : the derivation, a term a line.
+    """
+
+    value_ns: int
+    bound_ns: int
+    derived_ns: int
+    method: str
+    proved: bool
+    lines: tuple[str, ...]
+
+
+def verify_certificate(solution: Solution, *, time_limit_s: float = 30.0) -> Verified:
+    """Check order, value and bound of a solution. Raises `CheckError` saying what does not hold."""
+    problem, certificate = solution.problem, solution.certificate
+    check(solution.schedule, problem)
+    if certificate.objective != problem.objective:
+        raise refuse("the certificate is for another objective", problem.objective, certificate.objective)
+    value = simulate(solution.schedule, problem).value_ns
+    if value != certificate.value_ns:
+        raise refuse("the order has another value than certified", f"{value} ns", certificate.value_ns)
+    out = Derivation()
+    solver = _Solver(certificate.bound_ns, time_limit_s)
+    total = _derive(problem, certificate.method, certificate.witness, out, solver, solution)
+    if total < certificate.bound_ns and not solver.out_of_time:
+        raise refuse(
+            f"the {certificate.method} bound does not follow from its witness",
+            f"at least {certificate.bound_ns} ns",
+            f"{total} ns",
+        )
+    return Verified(
+        value, certificate.bound_ns, total, certificate.method, not solver.out_of_time, tuple(out.lines)
+    )
+
+
+def verify(solution: Solution) -> list[CheckError]:
+    """The faults of a certificate; empty when all of it is proved anew."""
+    try:
+        found = verify_certificate(solution)
+    except CheckError as error:
+        return [error]
+    if found.proved:
+        return []
+    return [
+        refuse(
+            f"the {found.method} bound was not proved again in time",
+            f"{found.bound_ns} ns",
+            f"{found.derived_ns} ns without the solver",
+        )
+    ]
+
+
+def explain(solution: Solution) -> str:
+    """The certificate in words and sums, to be followed by hand."""
+    found = verify_certificate(solution)
+    objective = solution.certificate.objective
+    status = solution.certificate.status
+    head = [
+        f"{objective} of this order: {found.value_ns:,} ns, as simulated",
+        f"no order has a {objective} below {found.bound_ns:,} ns ({found.method}): {status}",
+        "",
+    ]
+    tail = [f"{'=':>8} {found.derived_ns:,} ns"]
+    if not found.proved:
+        tail.append("not proved again in the time given; the sum above is what holds without the solver")
+    return "\n".join([*head, *found.lines, *tail]) + "\n"
+
+
+class _Solver:
+    """Time for bounds that a solver proved, and whether it was enough."""
+
+    def __init__(self, target_ns: int, time_limit_s: float) -> None:
+        self.target, self.limit = target_ns, time_limit_s
+        self.out_of_time = False
+
+
+def _derive(
+    problem: Problem,
+    method: str,
+    witness: Witness,
+    out: Derivation,
+    solver: _Solver,
+    solution: Solution | None,
+) -> int:
+    """Derive a bound by its method; returns its value. ``solution`` only at the outermost level."""
+    simple = derivations(problem.objective).get(method)
+    if simple is not None:
+        part = Derivation(out.lines)
+        simple(Facts(problem), witness, part)
+        return part.total
+    special: Mapping[str, Callable[[Problem, Witness, Derivation, _Solver, Solution | None], int]] = {
+        "holding": _holding,
+        "variants": _variants,
+        "cp_sat": _cp_sat,
+        "crossing": _crossing,
+    }
+    if method not in special:
+        raise refuse(f"unknown method {method[:40]!r} for the {problem.objective}")
+    return special[method](problem, witness, out, solver, solution)
+
+
+def _holding(
+    problem: Problem, witness: Witness, out: Derivation, solver: _Solver, solution: Solution | None
+) -> int:
+    """Sends hold up their rank: travel times belong to F and B, less one last message."""
+    pair = stand_in(problem)
+    method = witness.get("of")
+    if pair is None or not isinstance(method, str) or method == "holding":
+        raise refuse("sends hold up nobody here", given=method)
+    out.note(
+        f"{problem.transport}: every F and B counts with the travel time of what it sends; links are instant"
+    )
+    total = _derive(pair[0], method, witness, out, solver, None)
+    out.add("a last message that nobody waits for", -pair[1])
+    return max(0, total - pair[1])
+
+
+def _variants(
+    problem: Problem, witness: Witness, out: Derivation, solver: _Solver, solution: Solution | None
+) -> int:
+    """Whatever the variants: on one rank each of its levels, elsewhere the least of each cost."""
+    if solution is None:
+        raise refuse("variants inside another bound")
+    ways = _ways(problem, witness, solution.variants)
+    facts_rank = rank_of(Facts(problem), witness)
+    stages = problem.placement.stages_of(facts_rank)
+    low = [_least(row) for row in ways]
+    levels = witness.get("levels")
+    if not isinstance(levels, (list, tuple)):
+        raise refuse("the witness's levels are no list")
+    seen, totals = set(), []
+    for level in levels:
+        if not isinstance(level, Mapping):
+            raise refuse("a level of the witness is no record", given=level)
+        costs = list(low)
+        choice = level.get("choice")
+        if choice is not None:
+            costs = _chosen(costs, ways, stages, choice)
+            seen.add(tuple(cast("list[int]", choice)))
+        method, inner = level.get("method"), level.get("witness")
+        if not isinstance(method, str) or not isinstance(inner, Mapping) or method == "variants":
+            raise refuse("a level of the witness has no method", given=method)
+        out.note(f"rank {facts_rank} at {'any level' if choice is None else f'level {choice}'}, by {method}:")
+        hybrid = problem.with_(profile=replace(problem.profile, stages=tuple(costs)))
+        totals.append(_derive(hybrid, method, inner, out, solver, None))
+        out.note(f"{'=':>8} {totals[-1]:,} ns")
+    wanted = 1
+    for s in stages:
+        wanted *= len(ways[s])
+    if not totals or (len(seen) < wanted and not any(level.get("choice") is None for level in levels)):
+        raise refuse("the witness leaves out a level of its rank", wanted, len(seen))
+    out.note("the least of these holds for every assignment:")
+    return min(totals)
+
+
+def _ways(problem: Problem, witness: Witness, variants: tuple[int, ...]) -> list[list[StageCost]]:
+    """Every stage's ways to run as the witness lists them; the chosen one must be the problem's."""
+    rows = witness.get("costs")
+    if not isinstance(rows, (list, tuple)) or len(rows) != problem.num_stages:
+        raise refuse("the witness lists no costs per stage", problem.num_stages)
+    if len(variants) != problem.num_stages:
+        raise refuse("the solution names no variant per stage", problem.num_stages, len(variants))
+    result = []
+    for s, (row, stage) in enumerate(zip(rows, problem.profile.stages, strict=True)):
+        if not isinstance(row, (list, tuple)) or not row:
+            raise refuse(f"stage {s} has no costs in the witness")
+        ways = [_way(numbers, s, stage.static_bytes) for numbers in row]
+        if not 0 <= variants[s] < len(ways) or ways[variants[s]] != replace(stage, name="", variants=()):
+            raise refuse(f"stage {s} does not run as the variant that the witness lists", given=variants[s])
+        result.append(ways)
+    return result
+
+
+def _way(numbers: object, stage: int, static_bytes: int) -> StageCost:
+    if not isinstance(numbers, (list, tuple)) or len(numbers) != 6:
+        raise refuse(f"broken costs of stage {stage} in the witness", "six whole numbers", numbers)
+    f, b, w, both, saved, pending = numbers
+    try:
+        return StageCost(f, b, w, both, saved, pending, static_bytes)
+    except UsageError as error:
+        raise refuse(f"broken costs of stage {stage} in the witness: {error.what}") from None
+
+
+def _least(ways: list[StageCost]) -> StageCost:
+    """The least of every cost."""
+    return StageCost(
+        min(w.forward_ns for w in ways),
+        min(w.backward_input_ns for w in ways),
+        min(w.backward_weight_ns for w in ways),
+        min(w.full_backward_ns for w in ways),
+        min(w.saved_bytes for w in ways),
+        min(w.saved_for_weight_bytes for w in ways),
+        ways[0].static_bytes,
+    )
+
+
+def _chosen(
+    costs: list[StageCost], ways: list[list[StageCost]], stages: tuple[int, ...], choice: object
+) -> list[StageCost]:
+    if not isinstance(choice, (list, tuple)) or len(choice) != len(stages):
+        raise refuse("a level does not name a way per stage of the rank", len(stages), choice)
+    for s, k in zip(stages, choice, strict=True):
+        if not isinstance(k, int) or not 0 <= k < len(ways[s]):
+            raise refuse(f"stage {s} has no such way", f"0 to {len(ways[s]) - 1}", k)
+        costs[s] = ways[s][k]
+    return costs
+
+
+def _cp_sat(
+    problem: Problem, witness: Witness, out: Derivation, solver: _Solver, solution: Solution | None
+) -> int:
+    """A bound of the exact model: ask for anything shorter, and fail."""
+    from zbcompile.planner.core.instance import Flat
+    from zbcompile.planner.exact.model import refute
+
+    flat, shorter = Flat.of(problem).relaxed(), None
+    if solver.limit > 0 and 3 * flat.num_stages * flat.num_microbatches <= _MOST_ACTIONS:
+        shorter = refute(flat, solver.target, time_limit_s=solver.limit)
+    if shorter is False:
+        raise refuse("the solver finds an order below the bound", f"none below {solver.target} ns")
+    if shorter:
+        out.add(f"CP-SAT: the exact model has no order below {solver.target:,} ns", solver.target)
+        return solver.target
+    return _without_solver(problem, out, solver)
+
+
+def _crossing(
+    problem: Problem, witness: Witness, out: Derivation, solver: _Solver, solution: Solution | None
+) -> int:
+    """The crossing bound of one rank or of the chain: ask its model, on its grid, for anything shorter."""
+    from zbcompile.planner.core.instance import Flat
+    from zbcompile.planner.exact.crossing import crossing_bound, is_chain
+
+    flat, facts = Flat.of(problem).relaxed(), Facts(problem)
+    rank = None if witness.get("rank", 0) is None else rank_of(facts, witness)
+    grid = witness.get("grid")
+    if not is_chain(flat):
+        raise refuse("the crossing bound is for a chain with one stage per rank")
+    if (
+        not isinstance(grid, (list, tuple))
+        or len(grid) != 2
+        or not all(type(n) is int and n > 0 for n in grid)
+    ):
+        raise refuse("the witness's grid is no pair of positive whole numbers", given=grid)
+    head = facts.head(rank) if problem.objective == "makespan" and rank is not None else 0
+    wanted = solver.target - head
+    if wanted * grid[1] > _MOST_UNITS * grid[0]:
+        raise refuse("the witness's grid is too fine", f"at most {_MOST_UNITS} units", grid)
+    if solver.limit <= 0:
+        return _without_solver(problem, out, solver)
+    found = crossing_bound(
+        flat, rank, Fraction(grid[0], grid[1]), upper_ns=max(1, wanted), time_limit_s=solver.limit
+    )
+    if found.value_ns < wanted:
+        if found.closed:
+            raise refuse(
+                "the crossing model has a shorter order than the bound", solver.target, found.value_ns + head
+            )
+        return _without_solver(problem, out, solver)
+    if head:
+        out.add(f"F's before the first F of rank {rank}", head)
+    scale = f"{grid[0]}/{grid[1]}" if grid[1] != 1 else f"{grid[0]}"
+    who = "the chain" if rank is None else f"rank {rank}"
+    out.add(f"CP-SAT: times in units of {scale} ns, {who} takes no less than {wanted:,} ns", wanted)
+    return solver.target
+
+
+def _without_solver(problem: Problem, out: Derivation, solver: _Solver) -> int:
+    """What still holds where the solver did not finish: the best bound that can be summed by hand."""
+    from zbcompile.planner.bounds.analytic import best_bound
+
+    solver.out_of_time = True
+    simple = best_bound(problem)
+    return _derive(problem, simple.method, simple.witness, out, solver, None)

@@ -1,0 +1,401 @@
+"""Deriving a bound again from the problem's own numbers, one line of arithmetic per term.
+
+Nothing here calls the code that found the bound: paths, windows and knapsacks are computed anew
+and plainly, so that a fault there does not vouch for itself. All for costs that no choice of
+fusing undercuts (`relaxed`), as every bound is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import cast
+
+from zbcompile.errors import CheckError
+from zbcompile.schedule.problem import Problem
+
+__all__ = ["Derivation", "Facts", "derivations", "refuse"]
+
+Witness = Mapping[str, object]
+Node = tuple[str, int]
+
+
+def refuse(what: str, needed: object = None, given: object = None) -> CheckError:
+    """The error of a certificate that does not hold."""
+    return CheckError(what, where="certificate", needed=needed, given=given, fix="plan again")
+
+
+@dataclass
+class Derivation:
+    """A sum in the making: lines of text with their terms in ns."""
+
+    lines: list[str] = field(default_factory=list)
+    total: int = 0
+
+    def add(self, text: str, term: int) -> None:
+        """One more term."""
+        self.lines.append(f"{term:+,} ns  {text}")
+        self.total += term
+
+    def note(self, text: str) -> None:
+        """A line without a term."""
+        self.lines.append(text)
+
+
+class Facts:
+    """A problem's times in ns (host overhead included), bytes and rooms, relaxed over fusing."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.count = problem, problem.num_microbatches
+        stages, extra = problem.profile.stages, problem.profile.overhead_ns
+        self.f = [s.forward_ns + extra for s in stages]
+        self.b = [min(s.backward_input_ns, s.full_backward_ns) + extra for s in stages]
+        self.w = [
+            min(s.backward_weight_ns + extra, s.full_backward_ns + extra - b)
+            for s, b in zip(stages, self.b, strict=True)
+        ]
+        self.saved = [s.saved_bytes for s in stages]
+        self.pending = [min(s.saved_bytes, s.saved_for_weight_bytes) for s in stages]
+        self.stages_of = [problem.placement.stages_of(r) for r in range(problem.num_ranks)]
+        self.room = [self._room(r) for r in range(problem.num_ranks)]
+        self._far: dict[Node, dict[Node, int]] = {}
+
+    def _room(self, rank: int) -> int:
+        stages = self.problem.profile.stages
+        most = sum(stages[s].saved_bytes + stages[s].saved_for_weight_bytes for s in self.stages_of[rank])
+        given = self.problem.room(rank)
+        return most * self.count if given is None else min(given, most * self.count)
+
+    def work(self, rank: int) -> int:
+        """All F, B, W of a rank in one step."""
+        return self.count * sum(self.f[s] + self.b[s] + self.w[s] for s in self.stages_of[rank])
+
+    def _next(self, node: Node) -> list[tuple[Node, int]]:
+        kind, s = node
+        edges = self.problem.profile.edges
+        if kind == "F":
+            onward = [(("F", e.target), self.f[s] + self.problem.lag_ns(e)) for e in edges if e.source == s]
+            return [*onward, (("B", s), self.f[s])]
+        return [
+            (("B", e.source), self.b[s] + self.problem.lag_ns(e, backward=True))
+            for e in edges
+            if e.target == s and e.has_gradient
+        ]
+
+    def far(self, node: Node) -> dict[Node, int]:
+        """Longest start-to-start way from one F or B of a microbatch to every one that waits for it."""
+        if not self._far:
+            count = len(self.f)
+            for here in [*(("B", s) for s in range(count)), *(("F", s) for s in reversed(range(count)))]:
+                found = {here: 0}
+                for there, length in self._next(here):
+                    for end, rest in self._far[there].items():
+                        found[end] = max(found.get(end, 0), length + rest)
+                self._far[here] = found
+        return self._far[node]
+
+    def way(self, a: Node, b: Node) -> int | None:
+        """Longest way from the start of a to the start of b; ``None`` if b does not wait for a."""
+        return self.far(a).get(b)
+
+    def head(self, stage: int) -> int:
+        """Least time before F of a stage can start."""
+        ways = [self.way(("F", s), ("F", stage)) for s in range(len(self.f))]
+        return max(w for w in ways if w is not None)
+
+    def after(self, stage: int) -> int:
+        """Least time from the end of B of a stage to the end of the step, its own W included."""
+        far = self.far(("B", stage))
+        return max(length + self.b[s] + self.w[s] for (_, s), length in far.items()) - self.b[stage]
+
+    def first(self, rank: int) -> int | None:
+        """The stage that every F of the rank waits for, if there is one."""
+        row = self.stages_of[rank]
+        return next((x for x in row if all(self.way(("F", x), ("F", s)) is not None for s in row)), None)
+
+    def last(self, rank: int) -> int | None:
+        """The stage whose B waits for every B of the rank, if there is one."""
+        row = self.stages_of[rank]
+        return next((x for x in row if all(self.way(("B", s), ("B", x)) is not None for s in row)), None)
+
+    def most_time(self, items: Sequence[tuple[int, int, int]], room: int) -> int:
+        """Most time of (time, bytes, count) items in some bytes; whole items if all are alike."""
+        if room < 0:
+            return 0
+        sized = sorted((i for i in items if i[1]), key=lambda i: (Fraction(-i[0], i[1]), i[1]))
+        total = Fraction(sum(t * n for t, size, n in items if size == 0))
+        whole = len({i[:2] for i in sized}) == 1
+        for time, size, n in sized:
+            taken = min(Fraction(room, size), Fraction(n))
+            taken = Fraction(int(taken)) if whole else taken
+            total += time * taken
+            room -= int(taken * size) if whole else min(room, n * size)
+        return int(total)
+
+    def waiting_time(self, rank: int, room: int, own: int | None = None) -> int:
+        """Most time of W's that some bytes hold back, one W of stage ``own`` left out."""
+        items = [(self.w[s], self.pending[s], self.count - (s == own)) for s in self.stages_of[rank]]
+        return self.most_time(items, room)
+
+    def trailing(self, rank: int) -> int:
+        """Most time of W's left when the rank's last B ends."""
+        last = self.last(rank)
+        if last is None:
+            raise refuse(f"no B is bound to be the last on rank {rank}")
+        return self.w[last] + self.waiting_time(rank, self.room[rank] - self.saved[last], last)
+
+
+def number(witness: Witness, name: str, high: int) -> int:
+    """A whole number of the witness, from 0 to ``high``."""
+    value = witness.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= high:
+        raise refuse(f"the witness has no usable {name!r}", f"0 to {high}", value)
+    return value
+
+
+def rank_of(facts: Facts, witness: Witness, name: str = "rank") -> int:
+    """A rank that the witness names."""
+    return number(witness, name, len(facts.stages_of) - 1)
+
+
+def add_work(facts: Facts, rank: int, out: Derivation) -> None:
+    """All work of a rank."""
+    parts = " + ".join(f"{facts.f[s]} + {facts.b[s]} + {facts.w[s]}" for s in facts.stages_of[rank])
+    out.add(f"work of rank {rank}: {facts.count} x ({parts})", facts.work(rank))
+
+
+def add_idle(facts: Facts, rank: int, witness: Witness, out: Derivation) -> None:
+    """Idle time that memory and the way round force on a rank."""
+    if len(facts.stages_of[rank]) == 1:
+        _add_windows(facts, rank, witness, out)
+    else:
+        _add_start_idle(facts, rank, out)
+        _add_end_idle(facts, rank, witness, out)
+
+
+def _add_windows(facts: Facts, rank: int, witness: Witness, out: Derivation) -> None:
+    (s,), m, room = facts.stages_of[rank], facts.count, facts.room[rank]
+    trip = facts.way(("F", s), ("B", s))
+    assert trip is not None
+    fits = m if facts.saved[s] == 0 else min(m, room // facts.saved[s])
+    windows = witness.get("windows", ())
+    if not isinstance(windows, (list, tuple)):
+        raise refuse("the witness's windows are no list", given=windows)
+    if windows:
+        out.note(f"        way round from F to B of stage {s}: {trip:,} ns; {fits} microbatches fit")
+    before = 1 - fits
+    for row in windows:
+        i = row[0] if isinstance(row, (list, tuple)) and row else None
+        if not isinstance(i, int) or not 1 <= i <= m:
+            raise refuse("a window names no microbatch", f"1 to {m}", row)
+        if i - before < fits:
+            raise refuse("two windows overlap", f"{fits} microbatches apart", [before, i])
+        before = i
+        forwards = min(fits, m - i + 1)
+        others, weights, most = _fullest(facts, rank, s, i, fits)
+        out.add(
+            f"window of microbatch {i}: {trip} - {forwards} F - {others} other B and W - {weights} W",
+            max(0, trip - forwards * facts.f[s] - most),
+        )
+
+
+def _fullest(facts: Facts, rank: int, s: int, i: int, fits: int) -> tuple[int, int, int]:
+    """Most B's and W's in window i: (other B's with their W's, W's already waiting, their time)."""
+    best = (0, 0, -1)
+    for flying in range(1, min(fits, i) + 1):
+        left = facts.room[rank] - flying * facts.saved[s]
+        waiting = i - flying
+        if facts.pending[s]:
+            waiting = min(waiting, left // facts.pending[s])
+        time = (flying - 1) * (facts.b[s] + facts.w[s]) + waiting * facts.w[s]
+        if time > best[2]:
+            best = (flying - 1, waiting, time)
+    return best
+
+
+def _add_start_idle(facts: Facts, rank: int, out: Derivation) -> None:
+    row = facts.stages_of[rank]
+    ways = [[facts.way(("F", a), ("B", s)) or 0 for a in row] for s in row]
+    windows = [("B", min(max(to) for to in ways), row)]
+    for s in row:
+        if all(facts.way(("F", s), ("B", a)) is not None for a in row):
+            others = tuple(a for a in row if facts.way(("F", s), ("F", a)) is None)
+            length = max(facts.way(("F", a), ("F", s)) or 0 for a in row)
+            windows.append((f"F of stage {s}", length, others))
+    idles = []
+    for event, length, held in windows:
+        items = [(facts.f[s], facts.saved[s], facts.count) for s in held]
+        forward = facts.most_time(items, facts.room[rank])
+        idles.append((max(0, length - forward), event, length, forward))
+    idle, event, length, forward = max(idles, key=lambda entry: entry[0])
+    out.add(f"idle before the first {event} of rank {rank}: way {length} - F's that fit {forward}", idle)
+
+
+def _add_end_idle(facts: Facts, rank: int, witness: Witness, out: Derivation) -> None:
+    pair = witness.get("end_stages")
+    if pair is None:
+        return
+    row = facts.stages_of[rank]
+    if (
+        not isinstance(pair, (list, tuple))
+        or len(pair) != 2
+        or not set(pair) <= set(row)
+        or pair[0] == pair[1]
+    ):
+        raise refuse("the witness's end stages are not two stages of the rank", list(row), pair)
+    upper, lower = cast(int, pair[0]), cast(int, pair[1])
+    way = facts.way(("B", upper), ("B", lower))
+    others = [s for s in row if s not in (upper, lower)]
+    if (
+        way is None
+        or any(facts.way(("F", s), ("B", upper)) is None for s in row)
+        or any(facts.way(("B", s), ("B", upper)) is None for s in others)
+    ):
+        raise refuse(f"B of stage {upper} does not come after the rank's other work", given=list(pair))
+    most = 0
+    for flying in range(1, facts.count + 1):
+        room = facts.room[rank] - flying * facts.saved[lower]
+        if room < 0:
+            break
+        time = (flying - 1) * (facts.b[lower] + facts.w[lower]) + facts.waiting_time(rank, room)
+        most = max(most, time)
+    length = way - facts.b[upper]
+    out.add(
+        f"idle between the last B of stages {upper} and {lower}: {length} - work that fits {most}",
+        max(0, length - most),
+    )
+
+
+def _rank_work(facts: Facts, witness: Witness, out: Derivation) -> None:
+    rank = rank_of(facts, witness)
+    add_work(facts, rank, out)
+    add_idle(facts, rank, witness, out)
+
+
+def _area(facts: Facts, witness: Witness, out: Derivation) -> None:
+    rank = rank_of(facts, witness)
+    if facts.room[rank] <= 0:
+        raise refuse("a rank without room has no area")
+    area = 0
+    for s in facts.stages_of[rank]:
+        trip = facts.way(("F", s), ("B", s))
+        assert trip is not None
+        held = (trip + facts.b[s]) * facts.saved[s] + facts.w[s] * facts.pending[s]
+        out.note(
+            f"        stage {s}: ({trip} + {facts.b[s]}) ns x {facts.saved[s]} bytes"
+            f" + {facts.w[s]} ns x {facts.pending[s]} bytes"
+        )
+        area += facts.count * held
+    out.add(
+        f"{area:,} byte ns of {facts.count} microbatches over {facts.room[rank]:,} bytes of rank {rank}",
+        -(-area // facts.room[rank]),
+    )
+
+
+def _enclosing(facts: Facts, witness: Witness, out: Derivation) -> None:
+    outer, inner = rank_of(facts, witness, "outer_rank"), rank_of(facts, witness, "inner_rank")
+    x, y, z, q = facts.first(outer), facts.first(inner), facts.last(outer), facts.last(inner)
+    if x is None or y is None or z is None or q is None or outer == inner:
+        raise refuse("these ranks do not enclose each other", given=[outer, inner])
+    down, up = facts.way(("F", x), ("F", y)), facts.way(("B", q), ("B", z))
+    if down is None or up is None:
+        raise refuse("no way leads from the outer rank to the inner and back", given=[outer, inner])
+    out.add(f"F's from rank {outer} to rank {inner}", down)
+    add_work(facts, inner, out)
+    add_idle(facts, inner, witness, out)
+    out.add(f"W's that rank {inner} may leave behind its last B", -facts.trailing(inner))
+    out.add(f"B's back to rank {outer} and its last W", up - facts.b[q] + facts.b[z] + facts.w[z])
+
+
+def _head_and_work(facts: Facts, witness: Witness, out: Derivation) -> None:
+    rank = rank_of(facts, witness)
+    out.add(f"F's before the first F of rank {rank}", min(facts.head(s) for s in facts.stages_of[rank]))
+    _rank_work(facts, witness, out)
+
+
+def _head_work_and_tail(facts: Facts, witness: Witness, out: Derivation) -> None:
+    rank = rank_of(facts, witness)
+    _head_and_work(facts, witness, out)
+    out.add(f"W's that rank {rank} may leave behind its last B", -facts.trailing(rank))
+    last = facts.last(rank)
+    assert last is not None
+    out.add(f"B's and a W after the last B of stage {last}", facts.after(last))
+
+
+def _one_microbatch(facts: Facts, witness: Witness, out: Derivation) -> None:
+    best = max(
+        length + facts.b[s] + facts.w[s]
+        for a in range(len(facts.f))
+        for (kind, s), length in facts.far(("F", a)).items()
+        if kind == "B"
+    )
+    out.add("longest way of one microbatch through the model", best)
+
+
+def _stairs(facts: Facts, witness: Witness, out: Derivation) -> None:
+    """The first B's of all ranks: the least value with which the stairs can be climbed."""
+    count = len(facts.f)
+    edges = facts.problem.profile.edges
+    chain = [(s, s + 1) for s in range(count - 1)]
+    plain = [(e.source, e.target) for e in edges] == chain and all(e.has_gradient for e in edges)
+    if facts.problem.placement.rank_of != tuple(range(count)) or not plain:
+        raise refuse("the stairs are for a chain with one stage per rank")
+    low, high = 0, 1
+    while _climb(facts, high)[-1][-1] < 0:
+        low, high = high, 2 * high
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _climb(facts, middle)[-1][-1] >= 0 else (middle + 1, high)
+    for d, least, forwards, idle, spare in _climb(facts, low - 1) if low else []:
+        out.note(
+            f"        rank {d}, with one ns less: B(1) at {least} or later, {forwards} F before it,"
+            f" idle {idle} of {idle + spare}"
+        )
+    out.add("the least value with which every rank reaches its first B in the idle time it has", low)
+
+
+def _climb(facts: Facts, value: int) -> list[tuple[int, int, int, int, int]]:
+    """From the last rank up: (rank, least time to B(1), F's before it, idle, idle time to spare).
+
+    Ends with the first rank whose time to spare is negative, or with rank 0.
+    """
+    steps: list[tuple[int, int, int, int, int]] = []
+    least, edges = 0, facts.problem.profile.edges
+    for d in range(len(facts.f) - 1, -1, -1):
+        least += facts.f[d]
+        if d < len(facts.f) - 1:
+            there, back = facts.problem.lag_ns(edges[d]), facts.problem.lag_ns(edges[d], backward=True)
+            least += there + facts.b[d + 1] + back
+        head = facts.head(d) if facts.problem.objective == "makespan" else 0
+        allowed = value - head - facts.work(d)
+        fits = min(facts.count, facts.room[d] // facts.saved[d]) if facts.saved[d] else facts.count
+        forwards = min(fits, least // facts.f[d]) if facts.f[d] else fits
+        idle = least - forwards * facts.f[d]
+        if idle > allowed >= 0 and forwards < fits:
+            forwards, idle = forwards + 1, 0
+            least = forwards * facts.f[d]
+        steps.append((d, least, forwards, idle, allowed - idle))
+        if idle > allowed:
+            break
+    return steps
+
+
+_SPAN: dict[str, Callable[[Facts, Witness, Derivation], None]] = {
+    "work": _rank_work,
+    "window_chain": _rank_work,
+    "start_end_idle": _rank_work,
+    "area": _area,
+    "stairs": _stairs,
+    "enclosing_pair": _enclosing,
+}
+_MAKESPAN: dict[str, Callable[[Facts, Witness, Derivation], None]] = {
+    "head_and_work": _head_and_work,
+    "head_work_and_tail": _head_work_and_tail,
+    "one_microbatch": _one_microbatch,
+}
+
+
+def derivations(objective: str) -> Mapping[str, Callable[[Facts, Witness, Derivation], None]]:
+    """The methods that prove a bound of this objective. What bounds the span bounds the makespan."""
+    return _SPAN if objective == "span" else {**_SPAN, **_MAKESPAN}

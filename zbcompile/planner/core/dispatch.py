@@ -1,0 +1,191 @@
+"""Keyed dispatch: turn a priority per action into an order that fits.
+
+Giffler and Thompson (Operations Research 8, 1960): of the rank that could complete something
+first, run the action with the smallest key among those that could start before that. An F leaves
+room for one M_B of every deeper stage of its rank that still has F's, so memory never locks up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zbcompile.planner.core.instance import Codes, Flat
+from zbcompile.planner.core.tables import Tables, Vector, jit, unpack, vector
+
+__all__ = ["Dispatcher"]
+
+_FAR = 1 << 60
+
+
+@jit
+def _candidate(
+    t: Tables,
+    r: int,
+    keys: Vector,
+    flying: Vector,
+    share: int,
+    free: Vector,
+    held: Vector,
+    done: Vector,
+    ends: Vector,
+    found: Vector,
+) -> None:
+    """Best action of a rank: found[2 r] = its earliest completion, found[2 r + 1] = its code."""
+    S, m = t.num_stages, t.num_microbatches
+    soonest, chosen = _FAR, -1
+    for phase in range(2):
+        least = _FAR
+        for e in range(t.own_at[r], t.own_at[r + 1]):
+            s = t.own[e]
+            for kind in range(3):
+                code = kind * S + s
+                i = done[code]
+                ready = free[r]
+                if i == m:
+                    continue
+                if kind == 0:
+                    if done[s] - done[S + s] >= flying[s]:
+                        continue
+                    reserve = max(0, t.memory[S + s])
+                    for d in range(e + 1, t.own_at[r + 1]):
+                        if done[t.own[d]] < m:
+                            reserve += t.memory[t.own[d]] + max(0, t.memory[S + t.own[d]])
+                    if held[r] + t.memory[code] + reserve > t.room[r]:
+                        continue
+                    blocked = False
+                    for a in range(t.forward_at[s], t.forward_at[s + 1]):
+                        end = ends[t.forward_from[a] * m + i]
+                        if end < 0:
+                            blocked = True
+                        ready = max(ready, end + t.forward_lag[a])
+                    if blocked:
+                        continue
+                elif kind == 1:
+                    if i >= done[s] or held[r] + t.memory[code] > t.room[r]:
+                        continue
+                    blocked = False
+                    for a in range(t.backward_at[s], t.backward_at[s + 1]):
+                        end = ends[(S + t.backward_from[a]) * m + i]
+                        if end < 0:
+                            blocked = True
+                        ready = max(ready, end + t.backward_lag[a])
+                    if blocked:
+                        continue
+                elif i >= done[S + s]:
+                    continue
+                length = t.length[code]
+                if kind == 2:
+                    length = length * share // 100
+                if phase == 0:
+                    soonest = min(soonest, ready + length)
+                elif (ready < soonest or ready + length == soonest) and keys[code * m + i] < least:
+                    least = keys[code * m + i]
+                    chosen = code
+    found[2 * r] = soonest
+    found[2 * r + 1] = chosen
+
+
+@jit
+def _run(
+    t: Tables,
+    keys: Vector,
+    flying: Vector,
+    share: int,
+    line: Vector,
+    offsets: Vector,
+    free: Vector,
+    held: Vector,
+    done: Vector,
+    ends: Vector,
+    found: Vector,
+) -> int:
+    """Fill ``line`` rank by rank; returns the number of actions placed."""
+    S, p, m = t.num_stages, t.num_ranks, t.num_microbatches
+    for k in range(2 * S * m):
+        ends[k] = -1
+    for k in range(4 * S):
+        done[k] = 0
+    for r in range(p):
+        free[r] = 0
+        held[r] = 0
+        free[p + r] = offsets[r]
+    for r in range(p):
+        _candidate(t, r, keys, flying, share, free, held, done, ends, found)
+    placed = 0
+    while placed < 3 * S * m:
+        r = 0
+        for q in range(1, p):
+            if found[2 * q] < found[2 * r]:
+                r = q
+        code = found[2 * r + 1]
+        if found[2 * r] == _FAR or code < 0:
+            return placed
+        kind = code // S
+        s = code - kind * S
+        i = done[code]
+        start = free[r]
+        if kind == 0:
+            for a in range(t.forward_at[s], t.forward_at[s + 1]):
+                start = max(start, ends[t.forward_from[a] * m + i] + t.forward_lag[a])
+        elif kind == 1:
+            for a in range(t.backward_at[s], t.backward_at[s + 1]):
+                start = max(start, ends[(S + t.backward_from[a]) * m + i] + t.backward_lag[a])
+        free[r] = start + t.length[code]
+        held[r] += t.memory[code]
+        done[code] += 1
+        if kind < 2:
+            ends[(kind * S + s) * m + i] = free[r]
+        line[free[p + r]] = code
+        free[p + r] += 1
+        placed += 1
+        _candidate(t, r, keys, flying, share, free, held, done, ends, found)
+        if kind == 0:
+            for a in range(t.after_forward_at[s], t.after_forward_at[s + 1]):
+                _candidate(t, t.after_forward[a], keys, flying, share, free, held, done, ends, found)
+        elif kind == 1:
+            for a in range(t.after_backward_at[s], t.after_backward_at[s + 1]):
+                _candidate(t, t.after_backward[a], keys, flying, share, free, held, done, ends, found)
+    return placed
+
+
+class Dispatcher:
+    """Dispatch for one problem; keys and limits change from run to run."""
+
+    def __init__(self, flat: Flat) -> None:
+        self.flat, self.tables = flat, Tables.of(flat)
+        S, p, m = flat.num_stages, flat.num_ranks, flat.num_microbatches
+        sizes = [3 * m * len(stages) for stages in flat.stages_of]
+        self.offsets = vector([sum(sizes[:r]) for r in range(p + 1)])
+        self.line = vector([0] * sum(sizes))
+        self.free, self.held, self.found = (vector([0] * (2 * p)) for _ in range(3))
+        self.done, self.ends = vector([0] * (4 * S)), vector([0] * (2 * S * m))
+
+    def run(self, keys: Sequence[int], flying: Sequence[int], share: int = 100) -> Codes | None:
+        """`run_line` as an order of its own."""
+        line = self.run_line(keys, flying, share)
+        return None if line is None else unpack(self.flat, self.offsets, line)
+
+    def run_line(self, keys: Sequence[int], flying: Sequence[int], share: int = 100) -> Vector | None:
+        """Codes in a row, valid until the next run, or ``None`` when the limits leave it stuck.
+
+        keys : per (kind, stage, microbatch), in that order, kinds F, B, W; smaller goes first.
+        flying : most microbatches in flight per stage. share : hundredths of a W that a gap must
+        last before a W with a later key may fill it.
+        """
+        t = self.tables
+        placed = _run(
+            t,
+            vector(keys),
+            vector(flying),
+            share,
+            self.line,
+            self.offsets,
+            self.free,
+            self.held,
+            self.done,
+            self.ends,
+            self.found,
+        )
+        if int(placed) < 3 * t.num_stages * t.num_microbatches:
+            return None
+        return self.line

@@ -1,0 +1,187 @@
+"""A problem as plain integer tuples: what bounds, schedulers and search work on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zbcompile.errors import InfeasibleError
+from zbcompile.schedule.ir import Action, Kind, Schedule
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.rules import Rules, durations
+
+__all__ = ["BW", "B", "F", "W", "Flat", "check_caps", "shaped", "to_codes", "to_schedule"]
+
+F, B, W, BW = 0, 1, 2, 3
+KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
+
+Codes = list[list[tuple[int, int]]]
+"""An order per rank as (kind, stage) pairs; the microbatch is how often the pair came before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Times in ns with host overhead, bytes, rooms (cap minus static bytes), dependency rules.
+
+    forward, backward, weight, fused : time of F, B, W, BW per stage.
+    saved, pending : M_B and M_W per stage. room : bytes per rank, never ``None``.
+    forward_from, backward_from : as in `zbcompile.schedule.rules.Rules`.
+    """
+
+    num_microbatches: int
+    rank_of: tuple[int, ...]
+    stages_of: tuple[tuple[int, ...], ...]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    weight: tuple[int, ...]
+    fused: tuple[int, ...]
+    saved: tuple[int, ...]
+    pending: tuple[int, ...]
+    room: tuple[int, ...]
+    forward_from: tuple[tuple[tuple[int, int], ...], ...]
+    backward_from: tuple[tuple[tuple[int, int], ...], ...]
+    objective: str
+
+    @staticmethod
+    def of(problem: Problem) -> Flat:
+        """Flatten. A rank without a cap gets the bytes that all of its work could hold at once."""
+        times, rules, stages = durations(problem), Rules.of(problem), problem.profile.stages
+        stages_of = tuple(problem.placement.stages_of(r) for r in range(problem.num_ranks))
+        room = []
+        for rank, held in enumerate(stages_of):
+            most = problem.num_microbatches * sum(
+                stages[s].saved_bytes + stages[s].saved_for_weight_bytes for s in held
+            )
+            given = problem.room(rank)
+            room.append(most if given is None else min(given, most))
+        return Flat(
+            problem.num_microbatches,
+            problem.placement.rank_of,
+            stages_of,
+            times[Kind.FORWARD],
+            times[Kind.BACKWARD_INPUT],
+            times[Kind.BACKWARD_WEIGHT],
+            times[Kind.FULL_BACKWARD],
+            tuple(s.saved_bytes for s in stages),
+            tuple(s.saved_for_weight_bytes for s in stages),
+            tuple(room),
+            rules.forward_from,
+            rules.backward_from,
+            problem.objective,
+        )
+
+    def relaxed(self) -> Flat:
+        """Costs without fusing that undercut every choice of fusing: bounds for them hold for all orders.
+
+        A BW of time D is a B of time min(TB, D) directly followed by a W of the rest: its gradient
+        leaves no later, its memory is held no longer, so M_W counts as min(M_B, M_W).
+        """
+        backward = tuple(min(b, d) for b, d in zip(self.backward, self.fused, strict=True))
+        weight = tuple(min(w, d - b) for w, d, b in zip(self.weight, self.fused, backward, strict=True))
+        pending = tuple(min(a, b) for a, b in zip(self.saved, self.pending, strict=True))
+        return replace(self, backward=backward, weight=weight, pending=pending)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.rank_of)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.room)
+
+    def work(self, rank: int) -> int:
+        """Time of all F, B, W of a rank in one step."""
+        return self.num_microbatches * sum(
+            self.forward[s] + self.backward[s] + self.weight[s] for s in self.stages_of[rank]
+        )
+
+
+def is_chain(flat: Flat) -> bool:
+    """One stage per rank, in rank order, each feeding the next and getting a gradient back."""
+    last = flat.num_stages - 1
+    return flat.rank_of == tuple(range(last + 1)) and all(
+        [other for other, _ in flat.forward_from[s]] == ([s - 1] if s else [])
+        and [other for other, _ in flat.backward_from[s]] == ([s + 1] if s < last else [])
+        for s in range(last + 1)
+    )
+
+
+def least_room(flat: Flat, rank: int) -> int:
+    """Bytes that one microbatch at a time needs on a rank: all F's held, then B's from the last stage.
+
+    Where M_W > M_B the stage may run fused, which needs no M_W. No order needs less when the rank's
+    every F comes before its first B, as in any chain of stages.
+    """
+    return sum(flat.saved[s] for s in flat.stages_of[rank])
+
+
+def check_caps(problem: Problem, *, fusing: bool = True) -> None:
+    """Raise `InfeasibleError` naming the rank that lacks most and the least cap that works there."""
+    flat = Flat.of(problem)
+    worst: tuple[int, int, int] | None = None
+    for rank, stages in enumerate(flat.stages_of):
+        cap = problem.caps[rank]
+        if cap is None:
+            continue
+        need = least_room(flat, rank)
+        if not fusing:
+            held = need
+            for s in sorted(stages, reverse=True):
+                need = max(need, held - flat.saved[s] + flat.pending[s])
+                held -= flat.saved[s]
+        lacking = need + problem.static_bytes(rank) - cap
+        if lacking > 0 and (worst is None or lacking > worst[0]):
+            worst = (lacking, rank, need + problem.static_bytes(rank))
+    if worst is not None:
+        _, rank, least = worst
+        raise InfeasibleError(
+            f"no order fits: one microbatch alone needs {least} bytes on rank {rank}",
+            where=f"rank {rank}",
+            needed=least,
+            given=problem.caps[rank],
+            fix=f"raise the cap of rank {rank} to {least} bytes, or offer a variant that saves less",
+        )
+
+
+def to_schedule(codes: Sequence[Sequence[tuple[int, int]]], problem: Problem) -> Schedule:
+    """Number the microbatches: the k-th F of a stage is microbatch k; so are the k-th B or BW, and the W's.
+
+    A W belongs to the earliest split microbatch that still has none.
+    """
+    order = []
+    for row in codes:
+        count: dict[tuple[int, int], int] = {}
+        waiting: dict[int, list[int]] = {}
+        actions = []
+        for kind, stage in row:
+            if kind == W:
+                microbatch = waiting[stage].pop(0)
+            else:
+                key = (min(kind, B) if kind != BW else B, stage)
+                microbatch = count.get(key, 0)
+                count[key] = microbatch + 1
+                if kind == B:
+                    waiting.setdefault(stage, []).append(microbatch)
+            actions.append(Action(KINDS[kind], stage, microbatch))
+        order.append(actions)
+    return Schedule.of(problem.placement, problem.num_microbatches, order)
+
+
+def to_codes(schedule: Schedule) -> Codes:
+    """Forget the microbatch numbers. Microbatches are alike, so nothing is lost."""
+    index = {kind: k for k, kind in enumerate(KINDS)}
+    return [[(index[a.kind], a.stage) for a in row if a.kind.is_compute] for row in schedule.order]
+
+
+def shaped(codes: Codes, fuse: str) -> Codes:
+    """The order with every backward split (``never``) or fused (``always``); ``auto`` leaves it alone."""
+    if fuse == "never":
+        return [
+            [op for kind, s in row for op in (((B, s), (W, s)) if kind == BW else ((kind, s),))]
+            for row in codes
+        ]
+    if fuse == "always":
+        return [[(BW if kind == B else kind, s) for kind, s in row if kind != W] for row in codes]
+    return codes

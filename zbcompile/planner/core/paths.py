@@ -1,0 +1,70 @@
+"""Longest paths through one microbatch's F's and B's: the time that any order must spend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zbcompile.planner.core.instance import Flat
+
+__all__ = ["NO_PATH", "Paths"]
+
+NO_PATH = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Start-to-start longest paths of one microbatch. Node s is F(s), node S + s is B(s).
+
+    longest[a][b] : least time from the start of a to the start of b, `NO_PATH` if b does not wait for a.
+    head[a] : least time from the step's begin to the start of a.
+    tail[a] : least time from the start of a to the end of the step.
+    """
+
+    num_stages: int
+    longest: tuple[tuple[int, ...], ...]
+    head: tuple[int, ...]
+    tail: tuple[int, ...]
+
+    @staticmethod
+    def of(flat: Flat) -> Paths:
+        """All pairs, by one pass per node over the topological order F(0..S-1), B(S-1..0)."""
+        count = flat.num_stages
+        arcs: list[list[tuple[int, int]]] = [[] for _ in range(2 * count)]
+        for stage in range(count):
+            arcs[stage].append((count + stage, flat.forward[stage]))
+            for source, lag in flat.forward_from[stage]:
+                arcs[source].append((stage, flat.forward[source] + lag))
+            for target, lag in flat.backward_from[stage]:
+                arcs[count + target].append((count + stage, flat.backward[target] + lag))
+        topological = [*range(count), *range(2 * count - 1, count - 1, -1)]
+        rows = []
+        for position, node in enumerate(topological):
+            far = [NO_PATH] * (2 * count)
+            far[node] = 0
+            for here in topological[position:]:
+                if far[here] != NO_PATH:
+                    for there, length in arcs[here]:
+                        far[there] = max(far[there], far[here] + length)
+            rows.append((node, tuple(far)))
+        longest = tuple(row for _, row in sorted(rows))
+        head = tuple(max(longest[a][b] for a in range(2 * count)) for b in range(2 * count))
+        last = [flat.forward[s] for s in range(count)] + [
+            flat.backward[s] + flat.weight[s] for s in range(count)
+        ]
+        tail = tuple(
+            max(longest[a][b] + last[b] for b in range(2 * count) if longest[a][b] != NO_PATH)
+            for a in range(2 * count)
+        )
+        return Paths(count, longest, head, tail)
+
+    def f_to_f(self, a: int, b: int) -> int:
+        """Start of F(a) to start of F(b)."""
+        return self.longest[a][b]
+
+    def f_to_b(self, a: int, b: int) -> int:
+        """Start of F(a) to start of B(b)."""
+        return self.longest[a][self.num_stages + b]
+
+    def b_to_b(self, a: int, b: int) -> int:
+        """Start of B(a) to start of B(b)."""
+        return self.longest[self.num_stages + a][self.num_stages + b]

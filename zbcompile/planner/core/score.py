@@ -1,0 +1,89 @@
+"""Span and makespan of an order, fast, for the inner loops: equal to `zbcompile.schedule.simulate` by test."""
+
+from __future__ import annotations
+
+from zbcompile.planner.core.instance import B, Codes, F, Flat, W
+
+__all__ = ["evaluate", "fits", "value_of"]
+
+
+def fits(flat: Flat, codes: Codes) -> bool:
+    """Whether every rank stays within its room, by a prefix sum."""
+    for rank, row in enumerate(codes):
+        held, room = 0, flat.room[rank]
+        for kind, s in row:
+            if kind == F:
+                held += flat.saved[s]
+            elif kind == B:
+                held += flat.pending[s] - flat.saved[s]
+            elif kind == W:
+                held -= flat.pending[s]
+            else:
+                held -= flat.saved[s]
+            if held > room:
+                return False
+    return True
+
+
+def evaluate(flat: Flat, codes: Codes) -> tuple[int, int] | None:
+    """(span, makespan) with sends that never hold up their rank; ``None`` when the ranks deadlock."""
+    times = (flat.forward, flat.backward, flat.weight, flat.fused)
+    m, p = flat.num_microbatches, flat.num_ranks
+    ends = [[[-1] * m for _ in range(flat.num_stages)] for _ in (F, B)]
+    counts = [[0] * flat.num_stages for _ in (F, B)]
+    position, clock = [0] * p, [0] * p
+    trail: list[tuple[int, int, int, int]] = []
+    moved, ranks = True, list(range(p))
+    while moved:
+        moved = False
+        ranks.reverse()
+        for rank in ranks:
+            row = codes[rank]
+            k, now = position[rank], clock[rank]
+            while k < len(row):
+                kind, s = row[k]
+                i = 0
+                if kind != W:
+                    side = F if kind == F else B
+                    i = counts[side][s]
+                    start = now
+                    blocked = False
+                    for other, lag in (flat.forward_from if side == F else flat.backward_from)[s]:
+                        end = ends[side][other][i]
+                        if end < 0:
+                            blocked = True
+                            break
+                        start = max(start, end + lag)
+                    if blocked or (side == B and ends[F][s][i] < 0):
+                        break
+                    now = start + times[kind][s]
+                    ends[side][s][i] = now
+                    counts[side][s] = i + 1
+                else:
+                    now += times[W][s]
+                trail.append((rank, kind, s, i))
+                k += 1
+                moved = True
+            position[rank], clock[rank] = k, now
+    if len(trail) != sum(map(len, codes)):
+        return None
+    late = list(clock)
+    limit: list[dict[tuple[int, int], int]] = [{}, {}]
+    for rank, kind, s, i in reversed(trail):
+        if kind == W:
+            late[rank] -= times[W][s]
+            continue
+        side = F if kind == F else B
+        start = min(late[rank], limit[side].get((s, i), late[rank])) - times[kind][s]
+        late[rank] = start
+        for other, lag in (flat.forward_from if side == F else flat.backward_from)[s]:
+            key = (other, i)
+            limit[side][key] = min(limit[side].get(key, start - lag), start - lag)
+    span = max(end - first for end, first in zip(clock, late, strict=True))
+    return span, max(clock)
+
+
+def value_of(flat: Flat, codes: Codes) -> int | None:
+    """The objective's value of an order, or ``None`` on deadlock."""
+    pair = evaluate(flat, codes)
+    return None if pair is None else pair[0 if flat.objective == "span" else 1]

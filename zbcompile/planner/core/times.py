@@ -1,0 +1,281 @@
+"""Span and makespan of an order under any transport and any times of single actions.
+
+The same lowering and the same event graph as `zbcompile.schedule.communication` and `zbcompile.schedule.event_graph`, on
+flat lists, for searches that try hundreds of orders; equal to `simulate` by test.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from zbcompile.planner.core.instance import Codes, F, Flat, W
+from zbcompile.schedule.communication import RECEIVE_DEPTH, post_slots
+from zbcompile.schedule.problem import Problem
+
+__all__ = ["Clock"]
+
+Times = Sequence[Sequence[int]]
+_Out = tuple[int, int, int, int]
+_Edges = list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Times orders of one problem.
+
+    out[side][s] : messages that F (side 0) or B and BW (side 1) of stage s sends to other ranks, as
+        (target stage, rank, travel time, time that the channel is taken), by target.
+    local[side][s] : stages of the same rank that F or B of stage s waits for.
+    """
+
+    problem: Problem
+    flat: Flat
+    out: tuple[tuple[tuple[_Out, ...], ...], ...]
+    local: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @staticmethod
+    def of(problem: Problem) -> Clock:
+        """Collect the messages of a problem."""
+        flat, rank_of = Flat.of(problem), problem.placement.rank_of
+        out: list[list[list[_Out]]] = [[[] for _ in rank_of] for _ in range(2)]
+        local: list[list[list[int]]] = [[[] for _ in rank_of] for _ in range(2)]
+        for edge in problem.profile.edges:
+            ways = [(0, edge.source, edge.target)]
+            if edge.has_gradient:
+                ways.append((1, edge.target, edge.source))
+            for side, source, target in ways:
+                if rank_of[source] == rank_of[target]:
+                    local[side][target].append(source)
+                    continue
+                lag = problem.lag_ns(edge, backward=side == 1)
+                link = problem.profile.link_between(rank_of[source], rank_of[target])
+                out[side][source].append((target, rank_of[target], lag, lag - link.latency_ns))
+        return Clock(
+            problem,
+            flat,
+            tuple(tuple(tuple(sorted(row)) for row in rows) for rows in out),
+            tuple(tuple(map(tuple, rows)) for rows in local),
+        )
+
+    def nominal(self, codes: Codes) -> list[list[int]]:
+        """The profile's time of every action of an order."""
+        flat = self.flat
+        times = (flat.forward, flat.backward, flat.weight, flat.fused)
+        return [[times[kind][s] for kind, s in row] for row in codes]
+
+    def value(self, codes: Codes, times: Times | None = None) -> int | None:
+        """The objective's value in ns; ``None`` when the ranks deadlock."""
+        pair = self.measure(codes, times)
+        return None if pair is None else pair[0 if self.flat.objective == "span" else 1]
+
+    def measure(self, codes: Codes, times: Times | None = None) -> tuple[int, int] | None:
+        """(span, makespan); ``None`` when the ranks deadlock.
+
+        times : of every action, per rank and position; the profile's when left out.
+        """
+        run = _Run(self, codes, self.nominal(codes) if times is None else times)
+        return (max(run.spans()), max(run.end)) if run.go() else None
+
+    def score(self, codes: Codes) -> tuple[int, int] | None:
+        """(value, sum of all rank spans): tells orders of equal value apart; ``None`` on deadlock."""
+        run = _Run(self, codes, self.nominal(codes))
+        if not run.go():
+            return None
+        spans = run.spans()
+        return (max(spans) if self.flat.objective == "span" else max(run.end)), sum(spans)
+
+
+class _Run:
+    """One order. Node ids: actions first, by rank and position, then transfers."""
+
+    def __init__(self, clock: Clock, codes: Codes, times: Times) -> None:
+        self.clock, self.codes, self.times = clock, codes, times
+        self.transport = clock.problem.transport
+        self.base, total = [], 0
+        for row in codes:
+            self.base.append(total)
+            total += len(row)
+        self.total = total
+        self.start = [-1] * total
+        self.edges: _Edges = []
+        self._place()
+        self._route()
+
+    def _place(self) -> None:
+        """Microbatch of every action and position of every F and backward."""
+        flat = self.clock.flat
+        m = flat.num_microbatches
+        self.at = [[[-1] * m for _ in range(flat.num_stages)] for _ in range(2)]
+        self.number: list[list[int]] = []
+        for row in self.codes:
+            count: dict[tuple[int, int], int] = {}
+            numbers = []
+            for k, (kind, s) in enumerate(row):
+                if kind == W:
+                    numbers.append(-1)
+                    continue
+                side = 0 if kind == F else 1
+                i = count.get((side, s), 0)
+                count[side, s] = i + 1
+                self.at[side][s][i] = k
+                numbers.append(i)
+            self.number.append(numbers)
+
+    def _route(self) -> None:
+        """Messages with their channel's predecessor, and where their receives are posted."""
+        clock = self.clock
+        self.sends: list[list[tuple[int, ...]]] = [[()] * len(row) for row in self.codes]
+        self.posts: list[dict[int, list[int]]] = [{} for _ in self.codes]
+        self.needs: list[dict[int, list[int]]] = [{} for _ in self.codes]
+        self.lag: list[int] = []
+        self.taken: list[int] = []
+        self.before: list[int] = []
+        channels: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for rank, row in enumerate(self.codes):
+            for k, (kind, s) in enumerate(row):
+                if kind == W:
+                    continue
+                side, i = (0 if kind == F else 1), self.number[rank][k]
+                sent = []
+                for target, there, lag, taken in clock.out[side][s]:
+                    message = len(self.lag)
+                    channel = channels.setdefault((rank, there), [])
+                    self.lag.append(lag)
+                    self.taken.append(taken)
+                    self.before.append(channel[-1][0] if channel else -1)
+                    use = self.at[side][target][i]
+                    self.needs[there].setdefault(use, []).append(message)
+                    if self.transport == "batched" and side == 0:
+                        while use and self.codes[there][use - 1][0] == W:
+                            use -= 1
+                    channel.append((message, use))
+                    sent.append(message)
+                if sent:
+                    self.sends[rank][k] = tuple(sent)
+        count = len(self.lag)
+        self.sent_at: list[int] = [-1] * count
+        self.posted_at: list[int] = [-1] * count
+        self.sent_by: list[tuple[int, int]] = [(-1, 0)] * count
+        self.posted_by: list[tuple[int, int]] = [(-1, 0)] * count
+        self.begin: list[int] = [-1] * count
+        self.after: list[int] = [-1] * count
+        for message, before in enumerate(self.before):
+            if before >= 0:
+                self.after[before] = message
+        if self.transport == "async":
+            self.posted_at = [0] * count
+            return
+        depth = 0 if self.transport == "batched" else RECEIVE_DEPTH
+        for (_, there), channel in sorted(channels.items()):
+            slots = post_slots([use for _, use in channel], depth)
+            for (message, _), slot in zip(channel, slots, strict=True):
+                self.posts[there].setdefault(slot, []).append(message)
+
+    def _try_transfer(self, message: int) -> None:
+        """Begin a transfer once both sides are there and the one before has left the channel."""
+        while message >= 0 and self.begin[message] < 0:
+            before = self.before[message]
+            if self.sent_at[message] < 0 or self.posted_at[message] < 0:
+                return
+            if self.transport != "async" and before >= 0 and self.begin[before] < 0:
+                return
+            begin, node = max(self.sent_at[message], self.posted_at[message]), self.total + message
+            for source, weight in (self.sent_by[message], self.posted_by[message]):
+                if source >= 0:
+                    self.edges.append((source, node, weight))
+            if self.transport != "async" and before >= 0:
+                begin = max(begin, self.begin[before] + self.taken[before])
+                self.edges.append((self.total + before, node, self.taken[before]))
+            self.begin[message] = begin
+            self.queue.extend(self.waiting.pop(message, ()))
+            message = self.after[message]
+
+    def go(self) -> bool:
+        """Run all ranks to the end; False when they hang."""
+        ranks = len(self.codes)
+        self.waiting: dict[int, list[int]] = {}
+        self.queue: deque[int] = deque(range(ranks))
+        self.end = [0] * ranks
+        self.left = self.total
+        progress = [self._rank(rank) for rank in range(ranks)]
+        while self.queue:
+            rank = self.queue.popleft()
+            message = next(progress[rank], -1)
+            if message >= 0:
+                self.waiting.setdefault(message, []).append(rank)
+        return self.left == 0
+
+    def _rank(self, rank: int) -> Iterator[int]:
+        """Walk along one rank's order; yields the message that it waits for."""
+        now, before, needs = 0, (-1, 0), self.needs[rank]
+        for k, length in enumerate(self.times[rank]):
+            node = self.base[rank] + k
+            waits = [before]
+            for message in self._exchange(rank, k, now, before, waits):
+                yield message
+            waits.extend((self.total + m, self.lag[m]) for m in needs.get(k, ()))
+            for message in needs.get(k, ()):
+                while self.begin[message] < 0:
+                    yield message
+            if not self._ready(rank, k):
+                return
+            for source, weight in waits:
+                if source >= 0:
+                    self.edges.append((source, node, weight))
+                    begin = self.start[source] if source < self.total else self.begin[source - self.total]
+                    now = max(now, begin + weight)
+            self.start[node] = now
+            before, now = (node, length), now + length
+            self.left -= 1
+        self.end[rank] = now
+        yield from self._exchange(rank, len(self.times[rank]), now, before, [])
+
+    def _exchange(
+        self, rank: int, k: int, now: int, before: tuple[int, int], waits: list[tuple[int, int]]
+    ) -> Iterator[int]:
+        """The communication before position k: post, hand over, and wait as the transport says."""
+        posted = self.posts[rank].get(k, [])
+        for message in posted:
+            self.posted_at[message], self.posted_by[message] = now, before
+            self._try_transfer(message)
+        sent = self.sends[rank][k - 1] if k else ()
+        for message in sent:
+            self.sent_at[message], self.sent_by[message] = now, before
+            self._try_transfer(message)
+            if self.transport == "rendezvous":
+                while self.begin[message] < 0:
+                    yield message
+                now, before = (
+                    self.begin[message] + self.lag[message],
+                    (self.total + message, self.lag[message]),
+                )
+                waits.append(before)
+        if self.transport == "batched":
+            for message in (*sent, *posted):
+                while self.begin[message] < 0:
+                    yield message
+                waits.append((self.total + message, self.lag[message]))
+
+    def _ready(self, rank: int, k: int) -> bool:
+        """Whether what the action needs of its own rank stands before it."""
+        kind, s = self.codes[rank][k]
+        if kind == W:
+            return True
+        side, i = (0 if kind == F else 1), self.number[rank][k]
+        if side == 1 and not 0 <= self.at[0][s][i] < k:
+            return False
+        return all(0 <= self.at[side][source][i] < k for source in self.clock.local[side][s])
+
+    def spans(self) -> list[int]:
+        """Span of every rank, every first action as late as the ends allow."""
+        late = [max(self.end) + 1] * (self.total + len(self.lag))
+        ranks = [r for r, row in enumerate(self.codes) if row]
+        for rank in ranks:
+            last = self.base[rank] + len(self.codes[rank]) - 1
+            late[last] = self.start[last]
+        for source, node, weight in reversed(self.edges):
+            if late[node] - weight < late[source]:
+                late[source] = late[node] - weight
+        return [self.end[rank] - late[self.base[rank]] for rank in ranks]

@@ -1,0 +1,170 @@
+"""The crossing bound: what the forward and the backward wave cost each other when memory is short.
+
+(The models are in `zbcompile.planner.exact.crossing_model`.)
+
+One rank d of a chain with one stage per rank, the stages d..S-1 from it on. With
+dn[j] = sum over d <= r < j of (TF_r + c) and up[j] = sum over d < r <= j of (TB_r + c), let
+phi_i = F_i(S-1) - F_i(d) - dn[S-1] and beta_i = B_i(d) - up[S-1] - B_i(S-1) be how late
+microbatch i is on its way down and up; both are >= 0 and only grow along the way. Then
+
+(W) B_i - F_i >= RT_d + phi_i + beta_i on rank d;
+(X) for l < i with F_i before B_l on rank d there is a rank j where they pass each other:
+    B_l - F_i >= up[j] + dn[j] + TF_j and, if j < S-1,
+    B_l - F_i <= up[j+1] + dn[j+1] - TB_{j+1} + phi_i + beta_l.
+    Proof: let j+1 be the first rank where B_l precedes F_i. On j, B_l >= F_i + TF; on j+1,
+    F_i >= B_l + TB; put in the way from and to d, and the lateness at j+1, at most the whole.
+(M) F_{l+k} >= B_l + TB with k = room // M_B, and min(TW, TB) later when k * M_B + M_W exceeds the room.
+
+The shortest time of rank d alone under these rules is a lower bound of its span; CP-SAT finds it,
+or bounds it from below. Times may be replaced by smaller ones: the optimum never grows when a
+duration shrinks, so small whole numbers (`scaled`) give valid bounds that the solver can close.
+Before that the lags of F's are moved to the B's (`shifted`): every rank's clock runs ahead of the one
+before it by the lag, which changes no span, and one lag of twice the size survives a coarser grid.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from ortools.sat.python import cp_model
+
+from zbcompile.planner.bounds.memory_window import window_chain
+from zbcompile.planner.core.instance import Codes, Flat, is_chain
+from zbcompile.planner.core.paths import Paths
+from zbcompile.planner.exact.crossing_model import OneRank, WholeChain
+
+__all__ = [
+    "Crossing",
+    "crossing_bound",
+    "grids",
+    "is_chain",
+    "most_likely_ranks",
+    "rounding_loss",
+    "scaled",
+    "shifted",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A proved lower bound in ns, with the rank (``None``: the whole chain) and the grid it was proved on.
+
+    codes : an order that is best on the grid, if the whole chain was asked and one was found.
+    """
+
+    value_ns: int
+    rank: int | None
+    grid: Fraction
+    units: int
+    closed: bool
+    seconds: float
+    codes: Codes | None = None
+
+
+def shifted(flat: Flat) -> Flat:
+    """A chain with no lag before F's and both lags before B's: the spans of all orders are the same."""
+    down = {s: row[0][1] for s, row in enumerate(flat.forward_from) if row}
+    return replace(
+        flat,
+        forward_from=tuple(tuple((other, 0) for other, _ in row) for row in flat.forward_from),
+        backward_from=tuple(
+            tuple((other, lag + down[other]) for other, lag in row) for row in flat.backward_from
+        ),
+    )
+
+
+def scaled(flat: Flat, grid: Fraction) -> Flat:
+    """All times divided by ``grid`` and rounded down."""
+
+    def down(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(int(v / grid) for v in values)
+
+    def lags(rows: tuple[tuple[tuple[int, int], ...], ...]) -> tuple[tuple[tuple[int, int], ...], ...]:
+        return tuple(tuple((other, int(lag / grid)) for other, lag in row) for row in rows)
+
+    return replace(
+        flat,
+        forward=down(flat.forward),
+        backward=down(flat.backward),
+        weight=down(flat.weight),
+        fused=down(flat.fused),
+        forward_from=lags(flat.forward_from),
+        backward_from=lags(flat.backward_from),
+    )
+
+
+def _all_times(flat: Flat) -> list[int]:
+    lags = [lag for rows in (flat.forward_from, flat.backward_from) for row in rows for _, lag in row]
+    return [t for t in (*flat.forward, *flat.backward, *flat.weight, *lags) if t]
+
+
+def _lost(ways: list[int], grid: Fraction) -> Fraction:
+    return sum((t - int(t / grid) * grid for t in ways), Fraction(0))
+
+
+def rounding_loss(flat: Flat, grid: Fraction) -> float:
+    """Share of all times and lags of a chain that `scaled` loses after `shifted`."""
+    ways = _all_times(shifted(flat))
+    return float(_lost(ways, grid) / max(1, sum(ways)))
+
+
+def grids(flat: Flat, finest: int) -> list[Fraction]:
+    """Grids to try, coarse to fine: for every doubling of the units of the longest time, the one
+    that loses least of all times and lags to rounding; a finer grid must lose less.
+    """
+    ways = _all_times(flat)
+    longest = max(ways, default=0)
+    candidates = {Fraction(t, n) for t in sorted(set(ways))[-12:] for n in range(1, finest + 1)}
+    chosen: list[Fraction] = []
+    least, most = Fraction(sum(ways) + 1), 3
+    while longest and most <= finest:
+        scored = [(_lost(ways, g), -g) for g in candidates if longest / g <= most]
+        if scored and min(scored)[0] < least:
+            least = min(scored)[0]
+            chosen.append(-min(scored)[1])
+        most *= 2
+    return chosen
+
+
+def crossing_bound(
+    flat: Flat,
+    rank: int | None,
+    grid: Fraction,
+    *,
+    upper_ns: int,
+    time_limit_s: float,
+    seed: int = 0,
+    known_ns: int = 0,
+    solver: cp_model.CpSolver | None = None,
+) -> Crossing:
+    """Bound the span of ``rank`` from below on a grid; never more than ``upper_ns``, a known value.
+
+    rank : ``None`` asks for the whole chain: its objective, and an order. ``flat`` has `Flat.relaxed` costs
+    and is a chain. The model only asks for less than ``upper_ns``: if it has no solution, the known value
+    is proved. known_ns : a bound already proved; an order of the model can always be drawn out to it, so
+    nothing is lost by asking for no less. solver : to be stopped from another thread.
+    """
+    steady = rank is None and flat.objective == "makespan"
+    coarse, d = scaled(flat if steady else shifted(flat), grid), rank or 0
+    upper = math.ceil(upper_ns / grid) - 1
+    paths = Paths.of(coarse)
+    lower = coarse.work(d) + window_chain(coarse, paths.f_to_b(d, d), d).idle_ns
+    if lower > upper:
+        return Crossing(upper_ns, rank, grid, lower, True, 0.0)
+    lower = min(upper, max(lower, int(known_ns / grid)))
+    model = WholeChain(coarse, lower, upper) if rank is None else OneRank(coarse, rank, lower, upper)
+    found = model.solve(solver or cp_model.CpSolver(), time_limit_s, seed)
+    units = max(found.units, lower)
+    value = upper_ns if units > upper else min(upper_ns, math.ceil(units * grid))
+    return Crossing(value, rank, grid, units, found.closed, found.seconds, found.codes)
+
+
+def most_likely_ranks(flat: Flat) -> list[int]:
+    """Ranks by their window bound, highest first; the last rank, which waits for nobody, never."""
+    paths = Paths.of(flat)
+    return sorted(
+        range(max(1, flat.num_ranks - 1)),
+        key=lambda d: (-flat.work(d) - window_chain(flat, paths.f_to_b(d, d), d).idle_ns, d),
+    )

@@ -1,0 +1,200 @@
+"""The CP-SAT models behind the crossing bound: one rank of a chain, or the whole chain.
+
+`OneRank` is a relaxation: rank d alone under the rules of `zbcompile.planner.exact.crossing`. `WholeChain`
+has every rank, so that its solutions are orders; the crossing rules of rank 0 follow from the rest,
+but they let the solver see early what a late microbatch costs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ortools.sat.python import cp_model
+
+from zbcompile.planner.core.instance import B, Codes, F, Flat, W
+from zbcompile.planner.core.paths import Paths
+from zbcompile.planner.exact.solver import run
+
+__all__ = ["OneRank", "Solved", "WholeChain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """units : proved lower bound, one above the greatest value asked for where there is no solution.
+    closed : whether the solver ended by itself. codes : the order of the solution, of `WholeChain` alone."""
+
+    units: int
+    closed: bool
+    codes: Codes | None
+    seconds: float
+
+
+class _Rank:
+    """F's, B's and W's of one rank: in turn, one at a time, within the rank's memory."""
+
+    def __init__(self, model: cp_model.CpModel, flat: Flat, rank: int, horizon: int) -> None:
+        self.model, self.flat, self.rank = model, flat, rank
+        self.times = (flat.forward[rank], flat.backward[rank], flat.weight[rank])
+        saved, room, m = flat.saved[rank], flat.room[rank], flat.num_microbatches
+        self.fits = m if saved == 0 else min(m, room // saved)
+        self.starts = [
+            [model.new_int_var(0, horizon, f"{kind}{rank}.{i}") for i in range(m)] for kind in "fbw"
+        ]
+        self.f, self.b, self.w = self.starts
+        self.order: dict[tuple[str, int, int], cp_model.IntVar] = {}
+        intervals: list[cp_model.IntervalVar] = []
+        for starts, length in zip(self.starts, self.times, strict=True):
+            for before, after in zip(starts, starts[1:], strict=False):
+                model.add(after >= before + length)
+            intervals.extend(model.new_fixed_size_interval_var(x, length, "i") for x in starts)
+        model.add_no_overlap(intervals)
+        for i in range(m):
+            model.add(self.w[i] >= self.b[i] + self.times[1])
+        self._memory()
+
+    def before(self, kind: str, k: int, i: int) -> cp_model.IntVar:
+        """A literal: B_k (or W_k) ends before F_i starts; its negation: the other way round."""
+        if (kind, k, i) not in self.order:
+            literal = self.model.new_bool_var(f"{kind}{self.rank}.{k}<f{i}")
+            starts, length = (self.b, self.times[1]) if kind == "b" else (self.w, self.times[2])
+            self.model.add(self.f[i] >= starts[k] + length).only_enforce_if(literal)
+            self.model.add(starts[k] >= self.f[i] + self.times[0]).only_enforce_if(~literal)
+            self.order[kind, k, i] = literal
+        return self.order[kind, k, i]
+
+    def _memory(self) -> None:
+        flat, d = self.flat, self.rank
+        saved, pending, room = flat.saved[d], flat.pending[d], flat.room[d]
+        _, back, weight = self.times
+        extra = min(weight, back) if self.fits * saved + pending > room else 0
+        for i in range(flat.num_microbatches):
+            if i >= self.fits:
+                self.model.add(self.f[i] >= self.b[i - self.fits] + back + extra)
+            held = (i + 1) * saved
+            if held <= room:
+                continue
+            freed = [(saved - pending) * self.before("b", k, i) for k in range(i)]
+            freed += [pending * self.before("w", k, i) for k in range(i)]
+            self.model.add(sum(freed) >= held - room)
+        for (kind, k, i), literal in list(self.order.items()):
+            for other in ((kind, k - 1, i), (kind, k, i + 1), ("b", k, i)):
+                if other in self.order and other != (kind, k, i):
+                    self.model.add_implication(literal, self.order[other])
+
+
+class OneRank:
+    """Rank d alone on whole-number times; its value is asked for between ``lower`` and ``upper``."""
+
+    def __init__(self, flat: Flat, rank: int, lower: int, upper: int) -> None:
+        self.flat, self.d, self.m, self.horizon = flat, rank, flat.num_microbatches, upper
+        self.model = cp_model.CpModel()
+        self.row = _Rank(self.model, flat, rank, upper)
+        new = self.model.new_int_var
+        self.phi = [new(0, upper, f"phi{i}") for i in range(self.m)]
+        self.beta = [new(0, upper, f"beta{i}") for i in range(self.m)]
+        self.value = new(max(0, lower), upper, "value")
+        self.down, self.up = self._ways()
+        trip = Paths.of(flat).f_to_b(rank, rank)
+        for i in range(self.m):
+            self.model.add(self.row.b[i] - self.row.f[i] >= trip + self.phi[i] + self.beta[i])
+        self._crossings()
+        self.model.add(self.row.f[0] == 0)
+        self._objective()
+        self.model.minimize(self.value)
+
+    def _ways(self) -> tuple[dict[int, int], dict[int, int]]:
+        """dn[j] and up[j] for the ranks j from d on."""
+        flat, d = self.flat, self.d
+        down, up = {d: 0}, {d: 0}
+        for r in range(d, flat.num_stages - 1):
+            down[r + 1] = down[r] + flat.forward[r] + flat.forward_from[r + 1][0][1]
+            up[r + 1] = up[r] + flat.backward[r + 1] + flat.backward_from[r][0][1]
+        return down, up
+
+    def _crossings(self) -> None:
+        flat, d, last, row = self.flat, self.d, self.flat.num_stages - 1, self.row
+        down, up = self.down, self.up
+        for i in range(self.m):
+            for k in range(max(0, i - row.fits + 1), i):
+                behind = row.before("b", k, i)
+                places = []
+                away = row.b[k] - row.f[i]
+                for j in range(d, last + 1):
+                    here = self.model.new_bool_var("x")
+                    self.model.add(away >= up[j] + down[j] + flat.forward[j]).only_enforce_if(here)
+                    if j < last:
+                        most = up[j + 1] + down[j + 1] - flat.backward[j + 1]
+                        self.model.add(away <= most + self.phi[i] + self.beta[k]).only_enforce_if(here)
+                    places.append(here)
+                self.model.add_bool_or([behind, *places])
+
+    def _objective(self) -> None:
+        self.model.add(self.value == self.row.w[-1] + self.flat.weight[self.d])
+
+    def _codes(self, solver: cp_model.CpSolver) -> Codes | None:
+        return None
+
+    def solve(self, solver: cp_model.CpSolver, time_limit_s: float, seed: int) -> Solved:
+        """Minimise, one worker. ``solver`` is given so that another thread can stop it."""
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = seed
+        # From below, value by value: what a bound needs. Found to prove more in the same time.
+        solver.parameters.use_objective_lb_search = True
+        solver.parameters.linearization_level = 2
+        solver.parameters.max_time_in_seconds = max(0.05, time_limit_s)
+        status = run(solver, self.model)
+        if status == cp_model.INFEASIBLE:
+            return Solved(self.horizon + 1, True, None, solver.wall_time)
+        found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+        bound = math.ceil(solver.best_objective_bound - 1e-6)
+        codes = self._codes(solver) if found else None
+        return Solved(bound, status == cp_model.OPTIMAL, codes, solver.wall_time)
+
+
+class WholeChain(OneRank):
+    """All ranks. Times count from the start of rank 0's first F."""
+
+    def __init__(self, flat: Flat, lower: int, upper: int) -> None:
+        super().__init__(flat, 0, lower, upper)
+
+    def _objective(self) -> None:
+        """Other ranks, what ties them to rank 0 and to each other, and the value over all of them."""
+        flat, add = self.flat, self.model.add
+        self.rows = [self.row]
+        for e in range(1, flat.num_ranks):
+            # A rank starts before rank 0's last B and lasts no longer than the value: 2 x upper is enough.
+            self.rows.append(_Rank(self.model, flat, e, 2 * self.horizon))
+            self._tie(e)
+        for e, row in enumerate(self.rows):
+            end = row.w[-1] + flat.weight[e]
+            add(self.value >= (end if flat.objective == "makespan" else end - row.f[0]))
+
+    def _tie(self, e: int) -> None:
+        """Neighbours by messages; and rank 0 by what is late on the whole way, less than in all."""
+        flat, add, first, above, row = self.flat, self.model.add, self.row, self.rows[e - 1], self.rows[e]
+        trip, down, up = Paths.of(flat).f_to_b(e, e), self.down[e], self.up[e]
+        for i in range(self.m):
+            add(row.f[i] >= above.f[i] + flat.forward[e - 1] + flat.forward_from[e][0][1])
+            add(above.b[i] >= row.b[i] + flat.backward[e] + flat.backward_from[e - 1][0][1])
+            if e == flat.num_ranks - 1:
+                add(row.b[i] >= row.f[i] + flat.forward[e])
+                add(row.f[i] == first.f[i] + down + self.phi[i])
+                add(row.b[i] == first.b[i] - up - self.beta[i])
+                continue
+            late, early = row.f[i] - first.f[i] - down, first.b[i] - up - row.b[i]
+            for part, whole in ((late, self.phi[i]), (early, self.beta[i])):
+                add(part >= 0)
+                add(part <= whole)
+            add(row.b[i] - row.f[i] >= trip + self.phi[i] - late + self.beta[i] - early)
+
+    def _codes(self, solver: cp_model.CpSolver) -> Codes:
+        rows = []
+        for e, row in enumerate(self.rows):
+            actions = [
+                (solver.value(start), row.times[kind], i, kind)
+                for kind, starts in zip((F, B, W), row.starts, strict=True)
+                for i, start in enumerate(starts)
+            ]
+            rows.append([(kind, e) for _, _, _, kind in sorted(actions)])
+        return rows

@@ -1,0 +1,331 @@
+"""The exact model for CP-SAT: starts, one rank at a time, memory as a prefix sum.
+
+Variables: start of every F, B, W; per rank the booleans "X(j) is before F(i)" that its memory
+needs. The k-th of each (kind, stage) is microbatch k. Fusing is not in the model: it is exact
+where `Flat.relaxed` equals the problem's own costs, else its orders are valid and its bound is
+taken on the relaxed costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ortools.sat.python import cp_model
+
+from zbcompile.planner.core.instance import B, Codes, F, Flat, W
+from zbcompile.planner.core.paths import NO_PATH, Paths
+from zbcompile.planner.core.score import evaluate
+from zbcompile.planner.exact.solver import run
+
+__all__ = ["ExactResult", "ask_below", "exact_unit", "refute", "solve_exact", "split_is_exact"]
+
+Op = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ExactResult:
+    """What the solver reached. ``bound_ns`` is proved; ``codes`` the best order found, if any."""
+
+    codes: Codes | None
+    value_ns: int | None
+    bound_ns: int
+    proved: bool
+    seconds: float
+
+
+def split_is_exact(flat: Flat) -> bool:
+    """True when splitting every backward never loses, so that the model's optimum is the problem's."""
+    relaxed = flat.relaxed()
+    return (relaxed.backward, relaxed.weight, relaxed.pending) == (flat.backward, flat.weight, flat.pending)
+
+
+def exact_unit(flat: Flat) -> int:
+    """The largest time in ns that divides all times and lags."""
+    lags = [lag for rows in (flat.forward_from, flat.backward_from) for row in rows for _, lag in row]
+    return math.gcd(*flat.forward, *flat.backward, *flat.weight, *lags) or 1
+
+
+class _Model:
+    """Builds the model once; ``unit`` is the largest time that divides all times."""
+
+    def __init__(self, flat: Flat, horizon: int, lower: int) -> None:
+        self.flat, self.paths = flat, Paths.of(flat)
+        self.times = (flat.forward, flat.backward, flat.weight)
+        self.unit = exact_unit(flat)
+        self.model = cp_model.CpModel()
+        self.horizon = -(-horizon // self.unit)
+        self.start = {op: self._start_variable(op) for op in self._ops()}
+        self.before: dict[tuple[Op, Op], cp_model.IntVar] = {}
+        self._dependencies()
+        for rank in range(flat.num_ranks):
+            self._one_at_a_time(rank)
+            self._memory(rank)
+        self.value = self.model.new_int_var(-(-lower // self.unit), self.horizon, "value")
+        self._objective()
+
+    def _ops(self) -> Iterator[Op]:
+        for s in range(self.flat.num_stages):
+            for kind in (F, B, W):
+                for i in range(self.flat.num_microbatches):
+                    yield kind, s, i
+
+    def length(self, op: Op) -> int:
+        """Duration in units."""
+        return self.times[op[0]][op[1]] // self.unit
+
+    def end(self, op: Op) -> cp_model.LinearExpr:
+        """End of an action."""
+        return self.start[op] + self.length(op)
+
+    def _start_variable(self, op: Op) -> cp_model.IntVar:
+        kind, s, _ = op
+        head = self.paths.head[s if kind == F else self.flat.num_stages + s]
+        head += self.flat.backward[s] if kind == W else 0
+        return self.model.new_int_var(-(-head // self.unit), self.horizon - self.length(op), f"{op}")
+
+    def _dependencies(self) -> None:
+        flat, add = self.flat, self.model.add
+        for s in range(flat.num_stages):
+            for i in range(flat.num_microbatches):
+                add(self.start[B, s, i] >= self.end((F, s, i)))
+                add(self.start[W, s, i] >= self.end((B, s, i)))
+                if i:
+                    for kind in (F, B, W):
+                        add(self.start[kind, s, i] >= self.end((kind, s, i - 1)))
+                for other, lag in flat.forward_from[s]:
+                    add(self.start[F, s, i] >= self.end((F, other, i)) + lag // self.unit)
+                for other, lag in flat.backward_from[s]:
+                    add(self.start[B, s, i] >= self.end((B, other, i)) + lag // self.unit)
+
+    def _rank_ops(self, rank: int, *kinds: int) -> list[Op]:
+        return [
+            (kind, s, i)
+            for s in self.flat.stages_of[rank]
+            for kind in kinds
+            for i in range(self.flat.num_microbatches)
+        ]
+
+    def _one_at_a_time(self, rank: int) -> None:
+        self.model.add_no_overlap(
+            [
+                self.model.new_fixed_size_interval_var(self.start[op], self.length(op), f"i{op}")
+                for op in self._rank_ops(rank, F, B, W)
+            ]
+        )
+
+    def _precedes(self, a: Op, b: Op) -> cp_model.LinearExprT:
+        """A literal (or 0, 1) that a comes before b on their rank."""
+        if a[1] == b[1]:
+            if a[0] <= b[0] and a[2] <= b[2]:
+                return 1
+            if b[0] <= a[0] and b[2] <= a[2]:
+                return 0
+        if (b, a) in self.before:
+            return 1 - self.before[b, a]
+        if (a, b) not in self.before:
+            literal = self.model.new_bool_var(f"{a}<{b}")
+            self.model.add(self.start[b] >= self.end(a)).only_enforce_if(literal)
+            self.model.add(self.start[a] >= self.end(b)).only_enforce_if(~literal)
+            self.before[a, b] = literal
+        return self.before[a, b]
+
+    def _memory(self, rank: int) -> None:
+        """Bytes held right after each F (and each B that adds: M_W > M_B) stay within the room."""
+        flat, room = self.flat, self.flat.room[rank]
+        everything = sum(
+            flat.num_microbatches * max(flat.saved[s], flat.pending[s]) for s in flat.stages_of[rank]
+        )
+        if everything <= room:
+            return
+        growing = [op for op in self._rank_ops(rank, B) if flat.pending[op[1]] > flat.saved[op[1]]]
+        for here in self._rank_ops(rank, F) + growing:
+            held: list[cp_model.LinearExprT] = []
+            for op in self._rank_ops(rank, F, B, W):
+                kind, s, _ = op
+                size = (flat.saved[s], flat.pending[s] - flat.saved[s], -flat.pending[s])[kind]
+                if size:
+                    held.append(size * (1 if op == here else self._precedes(op, here)))
+            self.model.add(sum(held) <= room)
+        for (a, b), literal in self.before.items():
+            later = ((a[0], a[1], a[2] + 1), b)
+            if later in self.before:
+                self.model.add_implication(self.before[later], literal)
+
+    def _objective(self) -> None:
+        last = self.flat.num_microbatches - 1
+        for stages in self.flat.stages_of:
+            for s in stages:
+                if self.flat.objective == "makespan":
+                    self.model.add(self.value >= self.end((W, s, last)))
+                    continue
+                for x in stages:
+                    self.model.add(self.value >= self.end((W, s, last)) - self.start[F, x, 0])
+        self.model.minimize(self.value)
+
+    def hint(self, codes: Codes) -> None:
+        """A complete, feasible hint: every start and every boolean of a known order."""
+        starts = right_shifted_starts(self.flat, codes)
+        for op, variable in self.start.items():
+            self.model.add_hint(variable, starts[op] // self.unit)
+        for (a, b), literal in self.before.items():
+            self.model.add_hint(literal, starts[a] < starts[b] or (starts[a] == starts[b] and a < b))
+
+    def codes(self, solver: cp_model.CpSolver) -> Codes:
+        """The order of a solution. Actions without length that start together go the way of a microbatch: F's
+        down the stages, then B's up, on all ranks alike, so that none waits in a circle."""
+        rows = []
+
+        def way(op: Op) -> int:
+            return op[1] if op[0] == F else -op[1]
+
+        for rank in range(self.flat.num_ranks):
+            ops = self._rank_ops(rank, F, B, W)
+            ops.sort(key=lambda op: (solver.value(self.start[op]), self.length(op), op[2], op[0], way(op)))
+            rows.append([(kind, s) for kind, s, _ in ops])
+        return rows
+
+
+def right_shifted_starts(flat: Flat, codes: Codes) -> dict[Op, int]:
+    """Starts with every rank's end as early as possible and all else as late as that allows."""
+    times = (flat.forward, flat.backward, flat.weight)
+    order = []
+    seen: dict[tuple[int, int], int] = {}
+    for row in codes:
+        ops = []
+        for kind, s in row:
+            i = seen.get((kind, s), 0)
+            seen[kind, s] = i + 1
+            ops.append((kind, s, i))
+        order.append(ops)
+    early: dict[Op, int] = {}
+    trail: list[tuple[int, Op]] = []
+    position, clock = [0] * len(order), [0] * len(order)
+    moved = True
+    while moved:
+        moved = False
+        for rank, ops in enumerate(order):
+            while position[rank] < len(ops):
+                op = ops[position[rank]]
+                waits = _waits(flat, op)
+                if any(other not in early for other, _ in waits):
+                    break
+                begin = max([clock[rank], *(early[o] + times[o[0]][o[1]] + lag for o, lag in waits)])
+                early[op], clock[rank] = begin, begin + times[op[0]][op[1]]
+                trail.append((rank, op))
+                position[rank] += 1
+                moved = True
+    late = list(clock)
+    starts: dict[Op, int] = {}
+    limit: dict[Op, int] = {}
+    for rank, op in reversed(trail):
+        late[rank] = min(late[rank], limit.get(op, late[rank])) - times[op[0]][op[1]]
+        starts[op] = late[rank]
+        for other, lag in _waits(flat, op):
+            limit[other] = min(limit.get(other, starts[op] - lag), starts[op] - lag)
+    return starts
+
+
+def _waits(flat: Flat, op: Op) -> list[tuple[Op, int]]:
+    kind, s, i = op
+    if kind == F:
+        return [((F, other, i), lag) for other, lag in flat.forward_from[s]]
+    if kind == W:
+        return [((B, s, i), 0)]
+    return [((F, s, i), 0), *(((B, other, i), lag) for other, lag in flat.backward_from[s])]
+
+
+def safe_horizon(flat: Flat, upper: int) -> int:
+    """A time by which some order no longer than ``upper`` can end, all starts counted from the first.
+
+    With every B before the last B of the rank that starts first, B's end within ``upper`` and W's
+    may follow. Where that is not forced: the time of everything in a row.
+    """
+    paths = Paths.of(flat)
+    chain = all(
+        paths.f_to_f(0, s) != NO_PATH and paths.b_to_b(s, 0) != NO_PATH for s in range(flat.num_stages)
+    )
+    if flat.objective == "makespan":
+        return upper
+    if chain:
+        weights = max(flat.num_microbatches * sum(flat.weight[s] for s in row) for row in flat.stages_of)
+        return upper + weights
+    lags = sum(lag for rows in (flat.forward_from, flat.backward_from) for row in rows for _, lag in row)
+    return sum(flat.work(r) for r in range(flat.num_ranks)) + flat.num_microbatches * lags
+
+
+def solve_exact(
+    flat: Flat,
+    *,
+    lower: int,
+    incumbent: Codes | None = None,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+) -> ExactResult:
+    """Minimise span or makespan; give the analytic bound and the best known order for speed.
+
+    Asks first for an order that meets ``lower`` (a third of the time), then minimises. One worker
+    and a fixed seed. The incumbent must not fuse.
+    """
+    value = None
+    if incumbent is not None:
+        pair = evaluate(flat, incumbent)
+        value = None if pair is None else pair[0 if flat.objective == "span" else 1]
+    upper = value if value is not None else sum(flat.work(r) for r in range(flat.num_ranks)) + _all_lags(flat)
+    spent = 0.0
+    if value is None or value > lower:
+        at_bound = _run(flat, lower, lower, None, time_limit_s / 3, seed)
+        spent = at_bound.seconds
+        if at_bound.codes is not None:
+            return at_bound
+    result = _run(flat, lower, upper, incumbent if value is not None else None, time_limit_s - spent, seed)
+    return ExactResult(result.codes, result.value_ns, result.bound_ns, result.proved, spent + result.seconds)
+
+
+def refute(flat: Flat, value_ns: int, *, time_limit_s: float = 10.0, seed: int = 0) -> bool | None:
+    """True: no order is shorter than ``value_ns``, proved anew. False: one is. ``None``: the time ran out."""
+    result = ask_below(flat, value_ns, time_limit_s=time_limit_s, seed=seed)
+    if result.codes is not None:
+        return False
+    return True if result.proved else None
+
+
+def ask_below(flat: Flat, value_ns: int, *, time_limit_s: float, seed: int = 0) -> ExactResult:
+    """Any order shorter than ``value_ns``, or the proof that there is none: ``proved`` without ``codes``.
+
+    A question far below the optimum is often answered in a second on problems that the solver never
+    minimises: a short horizon leaves no choice.
+    """
+    return _run(flat, 0, value_ns - 1, None, time_limit_s, seed)
+
+
+def _all_lags(flat: Flat) -> int:
+    return flat.num_microbatches * sum(
+        lag for rows in (flat.forward_from, flat.backward_from) for row in rows for _, lag in row
+    )
+
+
+def _run(
+    flat: Flat, lower: int, upper: int, hint: Codes | None, time_limit_s: float, seed: int
+) -> ExactResult:
+    built = _Model(flat, safe_horizon(flat, upper), lower)
+    built.model.add(built.value <= upper // built.unit)
+    if hint is not None:
+        built.hint(hint)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = seed
+    solver.parameters.max_time_in_seconds = max(0.01, time_limit_s)
+    status = run(solver, built.model)
+    seconds = solver.wall_time
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        codes = built.codes(solver)
+        pair = evaluate(flat, codes)
+        if pair is None:
+            raise ArithmeticError("the solver's order deadlocks: a fault of the model")
+        value = pair[0 if flat.objective == "span" else 1]
+        bound = math.ceil(solver.best_objective_bound - 1e-6) * built.unit
+        return ExactResult(codes, value, max(lower, bound), status == cp_model.OPTIMAL, seconds)
+    bound = upper + 1 if status == cp_model.INFEASIBLE else lower
+    return ExactResult(None, None, bound, status == cp_model.INFEASIBLE, seconds)

@@ -1,0 +1,116 @@
+"""Reweave: the times of a known order become keys, and keyed dispatch places its actions anew.
+
+A published order was made for other times. Its starts under the real ones say what should come first;
+what fills the gaps, W's above all, is decided again. Where that helps, the keys of single rows, the
+microbatches in flight and the gap that a W may fill are evolved.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from zbcompile.planner.core.dispatch import Dispatcher
+from zbcompile.planner.core.instance import BW, B, Codes, F, Flat, W
+from zbcompile.planner.core.tables import unpack
+from zbcompile.planner.exact.model import right_shifted_starts
+from zbcompile.planner.improve.anneal import Annealer
+
+__all__ = ["rewoven"]
+
+_LATE = (0, 1, 3, 6)
+"""How many W's later than in the order W's are due."""
+_SHARES = (50, 75, 100, 125)
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """Shift of each row (kind x stages + stage) in ns, most microbatches in flight, share as in
+    `Dispatcher`."""
+
+    shift: tuple[int, ...]
+    flying: tuple[int, ...]
+    share: int
+
+
+def rewoven(
+    flat: Flat,
+    codes: Codes,
+    annealer: Annealer,
+    dispatcher: Dispatcher,
+    tries: int,
+    rng: random.Random,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[tuple[int, int, Codes]]:
+    """The three best orders with their scores, best first; none where no recipe beats ``codes``.
+
+    codes : a legal order without BW. tries : of the evolution, after the 32 first recipes. stop : asked
+    before every recipe whether to end early.
+    """
+    given = annealer.score(codes)
+    if given is None or any(kind == BW for row in codes for kind, _ in row):
+        return []
+    S, m = flat.num_stages, flat.num_microbatches
+    starts = right_shifted_starts(flat, codes)
+    rows = [[starts[kind, s, i] for i in range(m)] for kind in (F, B, W) for s in range(S)]
+    longest = max(flat.weight)
+    most = _in_flight(flat, codes)
+    pool: list[tuple[tuple[int, int], _Recipe, Codes]] = []
+    first = [
+        _Recipe((0,) * (2 * S) + (late * longest,) * S, flying, share)
+        for flying in ((m,) * S, most)
+        for late in _LATE
+        for share in _SHARES
+    ]
+    for k in range(len(first) + tries):
+        if stop():
+            break
+        if k == len(first) and (not pool or pool[0][0] >= given):
+            return []
+        if k < len(first):
+            recipe = first[k]
+        else:
+            recipe = _mutate(pool[rng.randrange(min(4, len(pool)))][1], most, longest, m, rng)
+        keys = [key + late for row, late in zip(rows, recipe.shift, strict=True) for key in row]
+        line = dispatcher.run_line(keys, recipe.flying, recipe.share)
+        score = None if line is None else annealer.score_line(dispatcher.offsets, line)
+        if line is None or score is None or (len(pool) == 16 and score >= pool[-1][0]):
+            continue
+        if all(score != known for known, _, _ in pool):
+            made = unpack(flat, dispatcher.offsets, line)
+            pool = sorted([*pool, (score, recipe, made)], key=lambda entry: entry[0])[:16]
+    return [(*score, made) for score, _, made in pool[:3]]
+
+
+def _mutate(recipe: _Recipe, most: tuple[int, ...], longest: int, m: int, rng: random.Random) -> _Recipe:
+    """One to three changes: a row or some neighbouring rows by up to three halves of a W, one stage's
+    microbatches in flight by one, or another share."""
+    S = len(most)
+    shift, flying, share = list(recipe.shift), list(recipe.flying), recipe.share
+    for _ in range(rng.randint(1, 3)):
+        dice = rng.random()
+        step = rng.choice((-3, -2, -1, 1, 2, 3)) * longest // 2
+        if dice < 0.45:
+            shift[rng.randrange(3 * S)] += step
+        elif dice < 0.6:
+            low = rng.randrange(S)
+            high, kind = rng.randrange(low, S), rng.randrange(3)
+            for row in range(kind * S + low, kind * S + high + 1):
+                shift[row] += step
+        elif dice < 0.95:
+            s = rng.randrange(S)
+            flying[s] = max(1, min(m, min(flying[s], most[s] + 4) + rng.choice((-1, 1))))
+        else:
+            share = rng.choice((0, 25, 50, 75, 90, 100, 125, 150))
+    return replace(recipe, shift=tuple(shift), flying=tuple(flying), share=share)
+
+
+def _in_flight(flat: Flat, codes: Codes) -> tuple[int, ...]:
+    """Most microbatches between F and B per stage."""
+    most, now = [1] * flat.num_stages, [0] * flat.num_stages
+    for row in codes:
+        for kind, s in row:
+            now[s] += (1, -1, 0)[kind]
+            most[s] = max(most[s], now[s])
+    return tuple(most)

@@ -1,0 +1,168 @@
+"""Placement ``auto``: plan for every placement that the stages and ranks allow, keep the best.
+
+All are judged under the same caps. The most promising by its lower bound goes first; a placement
+whose bound is no better than an order already found is settled without a search.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from zbcompile.errors import InfeasibleError, UsageError
+from zbcompile.planner.plan import Progress, plan
+from zbcompile.planner.variants import joint_bound
+from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.solution import Solution
+
+__all__ = ["AutoResult", "Tried", "contiguous", "placements_for", "plan_auto"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One placement: its best order's value and bound in ns, or why it has none.
+
+    value_ns : ``None`` where it was not searched (``note`` says why).
+    """
+
+    placement: Placement
+    name: str
+    value_ns: int | None
+    bound_ns: int | None
+    note: str = ""
+
+    def __str__(self) -> str:
+        if self.bound_ns is None:
+            return f"{self.name}: {self.note}"
+        value = "not searched" if self.value_ns is None else f"{self.value_ns:,} ns"
+        text = f"{self.name}: {value}, bound {self.bound_ns:,} ns"
+        return f"{text} ({self.note})" if self.note else text
+
+
+@dataclass(frozen=True, slots=True)
+class AutoResult:
+    """The best solution and all that was tried, in order.
+
+    bound_ns : no order of any of the placements is shorter.
+    """
+
+    solution: Solution
+    tried: tuple[Tried, ...]
+
+    @property
+    def bound_ns(self) -> int:
+        """The least bound of the placements that fit."""
+        return min(t.bound_ns for t in self.tried if t.bound_ns is not None)
+
+
+def contiguous(problem: Problem, ranks: int) -> Placement:
+    """Neighbouring stages on one rank, with the busiest rank's work as small as possible."""
+    profile = problem.profile
+    work = [
+        min(stage.backward_input_ns + stage.backward_weight_ns, stage.full_backward_ns) + stage.forward_ns
+        for stage in profile.stages
+    ]
+    total = [0, *itertools.accumulate(work)]
+    count = len(work)
+    best: list[list[tuple[int, tuple[int, ...]]]] = [[(total[k], (k,)) for k in range(count + 1)]]
+    for part in range(1, ranks):
+        row: list[tuple[int, tuple[int, ...]]] = [(total[count] + 1, ())] * (count + 1)
+        for end in range(part + 1, count + 1):
+            row[end] = min(
+                (max(best[-1][cut][0], total[end] - total[cut]), (*best[-1][cut][1], end))
+                for cut in range(part, end)
+            )
+        best.append(row)
+    ends = best[-1][count][1]
+    return Placement(tuple(sum(end <= s for end in ends) for s in range(count)))
+
+
+def placements_for(problem: Problem, ranks: int) -> list[tuple[str, Placement]]:
+    """Linear where every rank gets one stage; else contiguous, looped and V. No two alike.
+
+    Where the stages do not divide, looped and V leave some ranks with one stage fewer.
+    """
+    stages = problem.profile.num_stages
+    if not 1 <= ranks <= stages:
+        raise UsageError(
+            f"{ranks} ranks cannot share {stages} stages", needed=f"1 to {stages} ranks", given=ranks
+        )
+    turns = -(-stages // ranks)
+    named = [
+        ("linear" if stages == ranks else "contiguous", contiguous(problem, ranks)),
+        ("v", Placement(Placement.v(ranks, turns).rank_of[:stages])),
+        ("looped", Placement(Placement.looped(ranks, turns).rank_of[:stages])),
+    ]
+    result: list[tuple[str, Placement]] = []
+    for name, placement in named:
+        if all(placement != other for _, other in result):
+            result.append((name, placement))
+    return result
+
+
+def plan_auto(
+    problem: Problem,
+    *,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+    observer: Callable[[Progress], None] | None = None,
+    fuse: str = "auto",
+    variants: bool = True,
+) -> AutoResult:
+    """Plan for every placement of the problem's stages on its ranks; the problem's own is only a count.
+
+    The time left is shared evenly among the placements still to be searched. Raises
+    `InfeasibleError`, that of the first placement, when none fits under the caps.
+    """
+    started = time.monotonic()
+    order, tried, refused = [], [], None
+    for rank, (name, placement) in enumerate(placements_for(problem, problem.num_ranks)):
+        here = problem.with_(placement=placement)
+        order.append((joint_bound(here).value_ns, rank, name, here))
+    order.sort(key=lambda entry: entry[:2])
+    relay = _Relay(order[0][0], observer, started)
+    best: Solution | None = None
+    for k, (bound, _, name, here) in enumerate(order):
+        if best is not None and bound >= best.certificate.value_ns:
+            tried.append(Tried(here.placement, name, None, bound, "its bound is no better"))
+            continue
+        if best is not None and relay.interrupted:
+            tried.append(Tried(here.placement, name, None, bound, "interrupted"))
+            continue
+        left = started + time_limit_s - time.monotonic()
+        limit = max(0.2, left / (len(order) - k))
+        relay.name = name
+        try:
+            found = plan(here, time_limit_s=limit, seed=seed, observer=relay, fuse=fuse, variants=variants)
+        except InfeasibleError as error:
+            refused = refused or error
+            tried.append(Tried(here.placement, name, None, None, error.what))
+            continue
+        certificate = found.certificate
+        tried.append(Tried(here.placement, name, certificate.value_ns, certificate.bound_ns))
+        if best is None or certificate.value_ns < best.certificate.value_ns:
+            best = replace(found, origin=f"{name}: {found.origin}")
+    if best is None:
+        assert refused is not None
+        raise refused
+    return AutoResult(best, tuple(tried))
+
+
+class _Relay:
+    """Progress over all placements: the best of any, and a bound that holds for all of them."""
+
+    def __init__(self, bound: int, observer: Callable[[Progress], None] | None, started: float) -> None:
+        self.bound, self.observer, self.started = bound, observer, started
+        self.best: int | None = None
+        self.interrupted, self.name = False, ""
+
+    def __call__(self, progress: Progress) -> None:
+        self.interrupted |= progress.step == "interrupted"
+        if progress.best_ns is not None and (self.best is None or progress.best_ns < self.best):
+            self.best = progress.best_ns
+        if self.observer is not None:
+            step = progress.step if self.interrupted else f"{self.name}: {progress.step}"
+            self.observer(Progress(self.best, self.bound, time.monotonic() - self.started, step))

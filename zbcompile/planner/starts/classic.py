@@ -1,0 +1,77 @@
+"""The orders from the literature for one stage per rank, as codes per rank.
+
+GPipe (arXiv 1811.06965), 1F1B (arXiv 1806.03377), ZB-H1 and ZB-H2 (arXiv 2401.10241, section 2.1).
+Orders for several stages per rank are in `zbcompile.planner.starts.classic_loops`.
+"""
+
+from __future__ import annotations
+
+from zbcompile.planner.core.instance import BW, B, Codes, F, Flat, W
+from zbcompile.planner.starts.classic_loops import V_ORDERS, interleaved
+from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.problem import Problem
+
+__all__ = ["gpipe", "one_f_one_b", "orders_for", "zb_h1", "zb_h2"]
+
+
+def gpipe(p: int, m: int) -> Codes:
+    """All F's, then all backwards, fused."""
+    return [[(F, d)] * m + [(BW, d)] * m for d in range(p)]
+
+
+def one_f_one_b(p: int, m: int) -> Codes:
+    """p - d microbatches in flight on rank d, backwards fused."""
+    return [_alternate(d, min(m, p - d), m, None) for d in range(p)]
+
+
+def zb_h1(p: int, m: int) -> Codes:
+    """1F1B with split backwards; rank d lets d W's wait, so that every rank holds p * M_B at most."""
+    return [_alternate(d, min(m, p - d), m, d) for d in range(p)]
+
+
+def zb_h2(p: int, m: int) -> Codes:
+    """2(p - d) - 1 microbatches in flight on rank d and 2d W's waiting: (2p - 1) * M_B at most."""
+    return [_alternate(d, min(m, 2 * (p - d) - 1), m, 2 * d) for d in range(p)]
+
+
+def _alternate(stage: int, warm_up: int, m: int, waiting: int | None) -> list[tuple[int, int]]:
+    """``warm_up`` F's, then B and F in turn; a W as soon as more than ``waiting`` are pending.
+
+    Once no F is left a W follows every B. ``waiting`` None: fused backwards.
+    """
+    row = [(F, stage)] * warm_up
+    pending = 0
+    for i in range(m):
+        row.append((BW if waiting is None else B, stage))
+        more = warm_up + i < m
+        if waiting is not None:
+            pending += 1
+            if pending > (waiting if more else 0):
+                row.append((W, stage))
+                pending -= 1
+        if more:
+            row.append((F, stage))
+    return row + [(W, stage)] * pending
+
+
+def orders_for(problem: Problem) -> list[tuple[str, Codes]]:
+    """(name, order) of every published order for the problem's placement; caps are not looked at."""
+    p, m, placement = problem.num_ranks, problem.num_microbatches, problem.placement
+    per_rank = problem.num_stages // p
+    found: list[tuple[str, Codes | None]] = []
+    if placement == Placement.linear(p):
+        found = [
+            ("ZB-H2", zb_h2(p, m)),
+            ("ZB-H1", zb_h1(p, m)),
+            ("1F1B", one_f_one_b(p, m)),
+            ("GPipe", gpipe(p, m)),
+        ]
+    elif problem.num_stages == per_rank * p and placement == Placement.looped(p, per_rank):
+        found = [
+            ("InterleavedZeroBubble", interleaved(p, per_rank, m, zero_bubble=True)),
+            ("interleaved 1F1B", interleaved(p, per_rank, m, zero_bubble=False)),
+        ]
+    elif placement == Placement.v(p, 2):
+        flat = Flat.of(problem)
+        found = [(name, build(flat)) for name, build in V_ORDERS]
+    return [(name, codes) for name, codes in found if codes is not None]

@@ -1,0 +1,137 @@
+"""The orders from the literature for several stages per rank, as codes per rank.
+
+Looped placement: interleaved 1F1B (arXiv 2104.04473, section 2.2) and its zero-bubble form, as
+torch.distributed.pipelining runs them. V placement, two stages per rank: ZB-V as torch runs it
+(arXiv 2401.10241, section 6), V-Half and V-Min (arXiv 2405.15362), DualPipeV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zbcompile.planner.core.instance import BW, B, Codes, F, Flat, W
+from zbcompile.planner.starts.offset_keys import Pattern
+from zbcompile.planner.starts.repeated_blocks import block_order
+
+__all__ = ["dual_pipe_v", "interleaved", "v_half", "v_min", "zb_v"]
+
+Row = list[tuple[int, int]]
+
+
+def interleaved(p: int, v: int, m: int, *, zero_bubble: bool) -> Codes | None:
+    """Rounds of about p microbatches through the v stages of a rank in turn, then 1F1B.
+
+    ``zero_bubble``: one instead of two more warm-up F's per rank up the line, and W's that trail
+    their B's by the rank's number. ``None`` where the microbatches do not divide into rounds.
+    """
+    rounds = max(1, m // p)
+    if m % rounds:
+        return None
+    share = m // rounds
+    rows = []
+    for rank in range(p):
+        warm_up = min((v - 1) * share + (1 if zero_bubble else 2) * (p - 1 - rank), m * v)
+        forwards = [(k // share % v) * p + rank for k in range(m * v)]
+        backwards = [(v - 1 - k // share % v) * p + rank for k in range(m * v)]
+        row: Row = [(F, s) for s in forwards[:warm_up]]
+        weights = 0
+        for k, s in enumerate(backwards):
+            row.extend((F, x) for x in forwards[warm_up + k : warm_up + k + 1])
+            row.append((B if zero_bubble else BW, s))
+            if zero_bubble and k >= rank:
+                row.append((W, backwards[weights]))
+                weights += 1
+        if zero_bubble:
+            row.extend((W, s) for s in backwards[weights:])
+        rows.append(row)
+    return rows
+
+
+def zb_v(p: int, m: int) -> Codes:
+    """ZB-V for equal times: every W follows its B until the cool-down, p * M_B held at most."""
+    count = max(2 * p - 1, m)
+    return [_limited(_zb_v_rank(p, rank, count), m) for rank in range(p)]
+
+
+def _zb_v_rank(p: int, rank: int, count: int) -> Row:
+    down, up = rank, 2 * p - 1 - rank
+    row: Row = [(F, down)] * (2 * (p - rank) - 1)
+    row += [(F, up), (F, down)] * rank
+    row += [(F, up), (B, up), (W, up)] * (p - rank)
+    down_f, up_f = 2 * (p - rank) - 1 + rank, p
+    while up_f < down_f or down_f < count:
+        if down_f < count:
+            row.append((F, down))
+            down_f += 1
+        row += [(B, down), (W, down), (F, up), (B, up), (W, up)]
+        up_f += 1
+    row += [(B, down), (B, up)] * rank
+    row += [(B, down), (W, down)] * (p - rank)
+    for s in (up, down):
+        row += [(W, s)] * (row.count((B, s)) - row.count((W, s)))
+    return row
+
+
+def _limited(row: Row, m: int) -> Row:
+    """Without the actions of microbatches m and up."""
+    seen: dict[tuple[int, int], int] = {}
+    kept = []
+    for code in row:
+        seen[code] = seen.get(code, 0) + 1
+        if seen[code] <= m:
+            kept.append(code)
+    return kept
+
+
+def v_half(flat: Flat) -> Codes:
+    """V-Half's building block: about half of 1F1B's memory."""
+    middle = 4 if flat.num_ranks % 2 == 0 else 1
+    return block_order(flat, Pattern((2, 1), (2, 1), (1, middle, 2)))
+
+
+def v_min(flat: Flat) -> Codes:
+    """V-Min's building block: about a third of 1F1B's memory."""
+    middle = 3 if flat.num_ranks % 3 == 0 else 1
+    return block_order(flat, Pattern((1, 1), (1, 1), (1, middle, 1)))
+
+
+def dual_pipe_v(p: int, m: int) -> Codes | None:
+    """DualPipeV in its eight steps, the overlapped pairs one after the other. Needs m >= 2 p."""
+    if m < 2 * p:
+        return None
+    return [_dual_pipe_v_rank(p, rank, m) for rank in range(p)]
+
+
+def _dual_pipe_v_rank(p: int, rank: int, m: int) -> Row:
+    down, up = rank, 2 * p - 1 - rank
+    row: Row = [(F, down)] * (2 * (p - rank - 1))
+    row += [(F, down), (F, up)] * (rank + 1)
+    row += [(B, up), (W, up), (F, up)] * (p - rank - 1)
+    row += [(F, down), (BW, up), (F, up), (BW, down)] * (m - 2 * p + rank + 1)
+    row += [(BW, up), (F, up), (BW, down)] * (p - rank - 1)
+    waiting: Row = []
+
+    def backward(stage: int, split: bool) -> None:
+        row.append((B if split else BW, stage))
+        if split:
+            waiting.append((W, stage))
+
+    split, turn = False, (rank + 1) // 2
+    for k in range(rank + 1):
+        split = split or (k == turn and rank % 2 == 1)
+        backward(up, split)
+        split = split or (k == turn and rank % 2 == 0)
+        backward(down, split)
+    for _ in range(p - rank - 1):
+        if waiting:
+            row.append(waiting.pop(0))
+        backward(down, split)
+    return row + waiting
+
+
+V_ORDERS: tuple[tuple[str, Callable[[Flat], Codes | None]], ...] = (
+    ("ZB-V", lambda flat: zb_v(flat.num_ranks, flat.num_microbatches)),
+    ("V-Half", v_half),
+    ("V-Min", v_min),
+    ("DualPipeV", lambda flat: dual_pipe_v(flat.num_ranks, flat.num_microbatches)),
+)

@@ -1,0 +1,70 @@
+"""Ranked: dispatch by fixed ranks of the kinds, whatever the microbatch.
+
+Where memory does not bind, as with hardly more microbatches than ranks, good orders have no period: what
+counts is whether an F of the first wave goes before a B of the second. All ways to rank the F's and
+B's of each wave and the W's are few enough to be tried.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import permutations
+from math import factorial
+
+from zbcompile.planner.core.dispatch import Dispatcher
+from zbcompile.planner.core.instance import Codes, Flat
+from zbcompile.planner.core.tables import unpack
+from zbcompile.planner.improve.anneal import Annealer
+from zbcompile.planner.starts.offset_keys import waves_of
+
+__all__ = ["ranked_orders"]
+
+_MOST = 120
+"""Rankings tried: all of them for one or two stages per rank."""
+_SHARES = (50, 100)
+
+
+def ranked_orders(
+    flat: Flat,
+    annealer: Annealer,
+    dispatcher: Dispatcher,
+    rng: random.Random,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[tuple[int, int, Codes]]:
+    """The two best orders over the rankings, best first; none for more than 2 p microbatches.
+
+    stop : asked before every ranking whether to end early.
+    """
+    m, waves = flat.num_microbatches, waves_of(flat)
+    if m > 2 * flat.num_ranks:
+        return []
+    wave_of = {s: w for w, wave in enumerate(waves) for s in wave}
+    classes = 2 * len(waves) + 1
+    pool: list[tuple[int, int, Codes]] = []
+    for ranks in _rankings(classes, rng):
+        if stop():
+            break
+        keys: list[int] = []
+        for kind in range(3):
+            for s in range(flat.num_stages):
+                first = ranks[classes - 1 if kind == 2 else kind * len(waves) + wave_of[s]] * m
+                keys.extend(range(first, first + m))
+        for share in _SHARES:
+            line = dispatcher.run_line(keys, [m] * flat.num_stages, share)
+            score = None if line is None else annealer.score_line(dispatcher.offsets, line)
+            if line is None or score is None or (len(pool) == 2 and score >= pool[-1][:2]):
+                continue
+            if all(score != entry[:2] for entry in pool):
+                codes = unpack(flat, dispatcher.offsets, line)
+                pool = sorted([*pool, (*score, codes)], key=lambda entry: entry[:2])[:2]
+    return pool
+
+
+def _rankings(classes: int, rng: random.Random) -> Iterator[tuple[int, ...]]:
+    """All permutations, or as many random ones as are tried."""
+    if factorial(classes) <= _MOST:
+        yield from permutations(range(classes))
+        return
+    for _ in range(_MOST):
+        yield tuple(rng.sample(range(classes), classes))

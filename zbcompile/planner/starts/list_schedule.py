@@ -1,0 +1,177 @@
+"""A parametric list scheduler for one stage per rank.
+
+Time runs forward over all ranks; a free rank decides with what is known at that moment:
+
+1. F and B both ready: after the first B they alternate, before it B goes first.
+2. One ready: it runs. An F needs memory and fewer than ``limit`` microbatches in flight.
+3. Memory alone holds up a ready F: a pending W runs.
+4. Nothing ready: a W runs if the gap lasts at least ``theta`` W's, or if the rank has no idle time
+   left to give (``budget``); else the rank waits.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zbcompile.planner.core.instance import B, Codes, F, Flat, W
+
+__all__ = ["Recipe", "list_schedule", "mixed_limits", "standard_limits"]
+
+_NEVER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Parameters of one run.
+
+    limits : most microbatches in flight, per rank.
+    theta : hundredths of a W that a gap must last before a W fills it.
+    budget : idle time per rank, between its first and last action, before W's fill every gap.
+    """
+
+    limits: tuple[int, ...]
+    theta: int
+    budget: tuple[int, ...]
+
+
+class ListRun:
+    """The state of one run: clocks, counters and what has become ready."""
+
+    def __init__(self, flat: Flat, recipe: Recipe) -> None:
+        p, m = flat.num_ranks, flat.num_microbatches
+        self.flat, self.recipe, self.count = flat, recipe, m
+        self.stage = [stages[0] for stages in flat.stages_of]
+        self.free, self.idle = [0] * p, [0] * p
+        self.done = [[0, 0, 0] for _ in range(p)]
+        self.held = [0] * p
+        self.last = [F] * p
+        self.ready = [[[0] * m, [0] * m] for _ in range(p)]
+        self.missing = [
+            [[len(flat.forward_from[s])] * m, [1 + len(flat.backward_from[s])] * m] for s in self.stage
+        ]
+        self.after: list[list[list[tuple[int, int]]]] = [[[], []] for _ in range(p)]
+        for rank, s in enumerate(self.stage):
+            for source, lag in flat.forward_from[s]:
+                self.after[flat.rank_of[source]][F].append((rank, lag))
+            for target, lag in flat.backward_from[s]:
+                self.after[flat.rank_of[target]][B].append((rank, lag))
+        self.codes: Codes = [[] for _ in range(p)]
+        self.events = [(0, rank) for rank in range(p)]
+
+    def when(self, rank: int, kind: int) -> int:
+        """When the next F or B of a rank becomes ready, as far as known."""
+        k = self.done[rank][kind]
+        if k == self.count or self.missing[rank][kind][k]:
+            return _NEVER
+        return self.ready[rank][kind][k]
+
+    def fits(self, rank: int, kind: int) -> bool:
+        """Whether the room takes one more F, or one more B where M_W > M_B."""
+        s, room = self.stage[rank], self.flat.room[rank]
+        grow = self.flat.pending[s] - self.flat.saved[s]
+        if kind == B:
+            return self.held[rank] + grow <= room
+        reserve = max(0, grow)
+        return self.held[rank] + self.flat.saved[s] + reserve <= room
+
+    def choose(self, rank: int, now: int) -> int | None:
+        """The kind to run at ``now``, or ``None`` to wait."""
+        done = self.done[rank]
+        has_w = done[B] > done[W]
+        open_f = done[F] - done[B] < self.recipe.limits[rank] and done[F] < self.count
+        f_at, b_at = self.when(rank, F), self.when(rank, B)
+        f_fits, b_fits = self.fits(rank, F), self.fits(rank, B)
+        f_now, b_now = open_f and f_fits and f_at <= now, b_fits and b_at <= now
+        if f_now and b_now:
+            return F if done[B] and self.last[rank] == B else B
+        if f_now or b_now:
+            return F if f_now else B
+        if not has_w:
+            return None
+        blocked = open_f and not f_fits and f_at <= now
+        if blocked or (not b_fits and b_at <= now) or done[B] == self.count:
+            return W
+        gap = min(f_at if open_f and f_fits else _NEVER, b_at) - now
+        if gap == _NEVER - now:
+            gap = self.flat.forward[self.stage[rank]]
+        spent = self.idle[rank] + now - self.free[rank] + gap
+        weight = self.flat.weight[self.stage[rank]]
+        if 100 * gap >= self.recipe.theta * weight or spent > self.recipe.budget[rank]:
+            return W
+        return None
+
+    def commit(self, rank: int, kind: int, now: int) -> None:
+        """Run one action and tell the ranks that wait for it."""
+        flat, s = self.flat, self.stage[rank]
+        if self.codes[rank]:
+            self.idle[rank] += now - self.free[rank]
+        end = now + (flat.forward[s], flat.backward[s], flat.weight[s])[kind]
+        k = self.done[rank][kind]
+        self.held[rank] += (flat.saved[s], flat.pending[s] - flat.saved[s], -flat.pending[s])[kind]
+        self.done[rank][kind] += 1
+        self.free[rank] = end
+        self.codes[rank].append((kind, s))
+        heapq.heappush(self.events, (end, rank))
+        if kind == W:
+            return
+        self.last[rank] = kind
+        if kind == F:
+            self._arrive(rank, B, k, end, now)
+        for other, lag in self.after[rank][kind]:
+            self._arrive(other, kind, k, end + lag, now)
+
+    def _arrive(self, rank: int, kind: int, k: int, at: int, now: int) -> None:
+        self.missing[rank][kind][k] -= 1
+        self.ready[rank][kind][k] = max(self.ready[rank][kind][k], at)
+        heapq.heappush(self.events, (max(now, self.free[rank]), rank))
+        if at > now:
+            heapq.heappush(self.events, (max(at, self.free[rank]), rank))
+
+    def run(self, fused: int = 0) -> Codes | None:
+        """All ranks to the end; ``None`` when the recipe leaves them stuck. ``fused``: W's left out."""
+        left = 3 * self.count * self.flat.num_ranks - fused
+        while self.events and left:
+            now, rank = heapq.heappop(self.events)
+            while self.events and self.events[0] == (now, rank):
+                heapq.heappop(self.events)
+            if now < self.free[rank]:
+                continue
+            kind = self.choose(rank, now)
+            if kind is not None:
+                self.commit(rank, kind, now)
+                left -= 1
+        return None if left else self.codes
+
+
+def list_schedule(flat: Flat, recipe: Recipe) -> Codes | None:
+    """Run the list scheduler once. ``None`` when the recipe cannot finish under the rooms."""
+    return ListRun(flat, recipe).run()
+
+
+def standard_limits(flat: Flat, round_trips: Sequence[int]) -> list[tuple[int, ...]]:
+    """Limits of microbatches in flight to try, best first: just enough F's to fill the round trip."""
+    base = [
+        -(-trip // max(1, flat.forward[stages[0]]))
+        for trip, stages in zip(round_trips, flat.stages_of, strict=True)
+    ]
+    p = flat.num_ranks
+    return [
+        tuple(max(1, b - 1) for b in base),
+        tuple(max(1, b) for b in base),
+        tuple(b + 1 for b in base),
+        (flat.num_microbatches,) * p,
+        tuple(2 * (p - d) - 1 for d in range(p)),
+    ]
+
+
+def mixed_limits(few: tuple[int, ...], more: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """One microbatch more in flight on the first ranks than on the rest, the middle cut first.
+
+    The idle time before the first B grows towards rank 0 by what a round trip exceeds whole F's;
+    one more F on the ranks up to a cut starts it anew from there.
+    """
+    p = len(few)
+    cuts = sorted(range(p - 1), key=lambda cut: (abs(2 * cut + 2 - p), cut))
+    return [(*more[: cut + 1], *few[cut + 1 :]) for cut in cuts]

@@ -1,0 +1,115 @@
+"""Offset keys: the periodic pattern of an order in a few numbers, for several stages per rank.
+
+Every action of microbatch i has the key offset + i * T, T = 3 v slots with v stages on a rank. The
+offset of F(s) grows along the stages by one step per stage, the step depending on the wave (a wave
+is one run over the ranks), plus a gap at each turn to the next wave; the offsets of B go on from
+there, back along the stages. Steps are in slots, as in the building blocks of arXiv 2405.15362.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from zbcompile.planner.core.instance import Flat
+
+__all__ = ["Pattern", "mutate", "waves_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Steps and gaps of one pattern, in slots.
+
+    forward, backward : step per wave, in the order in which the wave is run. gaps : before the
+    second wave of F's, ..., before the first B, before the second wave of B's, ...
+    weight : how much later than its B a W is due. extra : microbatches in flight beyond the pattern's.
+    share : hundredths of a W that a gap must last for a W to fill it. period : slots from one
+    microbatch to the next, 0 for 3 v.
+    """
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    gaps: tuple[int, ...]
+    weight: int = 1
+    extra: int = 0
+    share: int = 100
+    period: int = 0
+
+    def offsets(self, waves: list[list[int]]) -> tuple[dict[int, int], dict[int, int]]:
+        """Offsets of F and of B per stage, in slots."""
+        forward: dict[int, int] = {}
+        backward: dict[int, int] = {}
+        at, gaps = 0, list(self.gaps)
+        for w, wave in enumerate(waves):
+            at += gaps[w - 1] if w else 0
+            for k, s in enumerate(wave):
+                at += self.forward[w] if k else 0
+                forward[s] = at
+        for w, wave in enumerate(reversed(waves)):
+            at += gaps[len(waves) - 1 + w]
+            for k, s in enumerate(reversed(wave)):
+                at += self.backward[w] if k else 0
+                backward[s] = at
+        return forward, backward
+
+    def keys(self, flat: Flat) -> tuple[list[int], list[int]]:
+        """(key per action, in-flight limit per stage) for `Dispatcher.run`."""
+        forward, backward = self.offsets(waves_of(flat))
+        S, m = flat.num_stages, flat.num_microbatches
+        period = self.period or 3 * -(-S // flat.num_ranks)
+        keys: list[int] = []
+        for side, late in ((forward, 0), (backward, 0), (backward, self.weight)):
+            for s in range(S):
+                first = 100 * (side[s] + late) + (1 if late else 0)
+                keys.extend(range(first, first + 100 * period * m, 100 * period))
+        flying = [max(1, (backward[s] - forward[s]) // period + 1 + self.extra) for s in range(S)]
+        return keys, flying
+
+
+def waves_of(flat: Flat) -> list[list[int]]:
+    """Stages in runs that visit no rank twice."""
+    waves: list[list[int]] = []
+    seen: set[int] = set()
+    for s, rank in enumerate(flat.rank_of):
+        if not waves or rank in seen:
+            waves.append([])
+            seen = set()
+        waves[-1].append(s)
+        seen.add(rank)
+    return waves
+
+
+def standard_patterns(num_waves: int, num_ranks: int) -> list[Pattern]:
+    """Good starts: full memory (ZB-V), half (V-Half), and a third (V-Min), arXiv 2405.15362, table 1."""
+    n = num_waves
+    starts = []
+    for gap in (2, 3, 4):
+        starts.append(Pattern((3,) * n, (3,) * n, (1,) * (n - 1) + (gap,) + (1,) * (n - 1)))
+    for ends in ((1, 4, 2), (1, 1, 2), (1, 2, 1)):
+        middle = (ends[0],) * (n - 1) + (ends[1],) + (ends[2],) * (n - 1)
+        mixed = tuple(2 if w % 2 == 0 else 1 for w in range(n))
+        starts.append(Pattern(mixed, mixed, middle))
+        starts.append(Pattern(mixed[::-1], mixed, middle))
+    for third in (3 if num_ranks % 3 == 0 else 1, 3, 1):
+        starts.append(Pattern((1,) * n, (1,) * n, (1,) * (n - 1) + (third,) + (1,) * (n - 1)))
+    starts.append(Pattern((2,) * n, (2,) * n, (1,) * (2 * n - 1)))
+    return starts
+
+
+def mutate(pattern: Pattern, rng: random.Random) -> Pattern:
+    """Change one to three numbers of a pattern by one or two."""
+    forward, backward, gaps = list(pattern.forward), list(pattern.backward), list(pattern.gaps)
+    weight, extra, share = pattern.weight, pattern.extra, pattern.share
+    for _ in range(rng.randint(1, 3)):
+        what = rng.randrange(6)
+        if what < 3:
+            row = (forward, backward, gaps)[what]
+            k = rng.randrange(len(row))
+            row[k] = max(0, row[k] + rng.choice((-1, 1, 2)))
+        elif what == 3:
+            weight = max(0, weight + rng.choice((-6, -2, -1, 1, 2, 6)))
+        elif what == 4:
+            extra = max(0, extra + rng.choice((-1, 1, 1, 2)))
+        else:
+            share = rng.choice((0, 25, 50, 75, 100, 125, 150))
+    return Pattern(tuple(forward), tuple(backward), tuple(gaps), weight, extra, share, pattern.period)

@@ -1,0 +1,44 @@
+"""Orders that repeat one block: every action in its slot of a `Pattern`, W's in the first free slot.
+
+The order of arXiv 2405.15362, section 3: place one microbatch's actions by their offsets, repeat
+every T = 3 v slots (v stages on a rank), let each W take the first slot that is free after its B.
+Times are forgotten: what counts is the order, which the clock then squeezes.
+"""
+
+from __future__ import annotations
+
+from zbcompile.planner.core.instance import B, Codes, F, Flat, W
+from zbcompile.planner.starts.offset_keys import Pattern, waves_of
+
+__all__ = ["block_order"]
+
+
+def block_order(flat: Flat, pattern: Pattern) -> Codes:
+    """The order of a pattern on every rank; the caller checks memory."""
+    forward, backward = pattern.offsets(waves_of(flat))
+    rows = []
+    for stages in flat.stages_of:
+        period = 3 * len(stages)
+        slots: dict[int, list[tuple[int, int, int]]] = {}
+        for s in stages:
+            for i in range(flat.num_microbatches):
+                slots.setdefault(forward[s] + period * i, []).append((F, s, i))
+                slots.setdefault(backward[s] + period * i, []).append((B, s, i))
+        timed = [(at, n, kind, s) for at, ops in slots.items() for n, (kind, s, _) in enumerate(ops)]
+        timed.extend(_weights(slots, pattern.weight))
+        timed.sort()
+        rows.append([(kind, s) for _, _, kind, s in timed])
+    return rows
+
+
+def _weights(slots: dict[int, list[tuple[int, int, int]]], delay: int) -> list[tuple[int, int, int, int]]:
+    """W's in the first free slots, ``delay`` slots or more after their B's, in the order of the B's."""
+    taken, result, at = set(slots), [], -1
+    backwards = sorted((t, n, op[1]) for t, ops in slots.items() for n, op in enumerate(ops) if op[0] == B)
+    for begin, n, s in backwards:
+        at = max(at, begin + delay)
+        while at in taken:
+            at += 1
+        taken.add(at)
+        result.append((at, n, W, s))
+    return result

@@ -1,0 +1,223 @@
+"""Turns: list schedules for a V of two stages per rank, from the real times.
+
+After the greedy search of arXiv 2401.10241 (section 6). All ranks go in turns: in each, every rank runs a B
+and an F. W's fill gaps that hold one; one that does not fit is run all the same where the rank would
+otherwise idle for longer, over the step, than any rank has so far and than a budget allows: so ranks
+with time to spare keep their messages punctual, and the rank that decides the span loses none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+
+from zbcompile.planner.core.instance import B, Codes, F, Flat, W
+from zbcompile.planner.improve.anneal import Annealer
+
+__all__ = ["Settings", "is_v", "turn_order", "turn_orders"]
+
+_STEPS = 24
+"""Budgets tried, an eighth of a W apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """idle_ns : what a rank may idle between its actions, even where no other has idled as long, before
+    a W is run that does not fit the gap. before_f, before_b : whether this is watched before F's, B's."""
+
+    idle_ns: int
+    before_f: bool
+    before_b: bool
+
+
+def is_v(flat: Flat) -> bool:
+    """Two stages per rank, in a V: rank r holds stages r and 2p - 1 - r."""
+    p = flat.num_ranks
+    return flat.num_stages == 2 * p and flat.rank_of == (*range(p), *reversed(range(p)))
+
+
+class _Turns:
+    """One list schedule in the making."""
+
+    def __init__(self, flat: Flat, settings: Settings) -> None:
+        self.flat, self.settings = flat, settings
+        p, S = flat.num_ranks, flat.num_stages
+        self.p, self.m = p, flat.num_microbatches
+        self.rows: Codes = [[] for _ in range(p)]
+        self.free, self.held, self.idle = [0] * p, [0] * p, [0] * p
+        self.waiting: list[deque[int]] = [deque() for _ in range(p)]
+        self.ends: list[list[list[int]]] = [[[] for _ in range(S)] for _ in (F, B)]
+        self.length = (flat.forward, flat.backward, flat.weight)
+        self.sources = (flat.forward_from, flat.backward_from)
+
+    def count(self, kind: int, s: int) -> int:
+        """How many F's or B's of a stage have been placed."""
+        return len(self.ends[kind][s])
+
+    def arrival(self, kind: int, s: int) -> int | None:
+        """When the message for the next F or B of a stage is there; ``None`` where it is not sent yet."""
+        i = len(self.ends[kind][s])
+        if i == self.m or (kind == B and i >= len(self.ends[F][s])):
+            return None
+        latest = 0
+        for source, lag in self.sources[kind][s]:
+            ends = self.ends[kind][source]
+            if i >= len(ends):
+                return None
+            latest = max(latest, ends[i] + lag)
+        return latest
+
+    def run(self, kind: int, s: int) -> bool:
+        """Place the next F or B of a stage, W's before it where they fill the gap or make room.
+
+        False, and no F or B placed, where its message or room for it is missing.
+        """
+        arrival = self.arrival(kind, s)
+        if arrival is None:
+            return False
+        r = self.flat.rank_of[s]
+        more = self.flat.saved[s] if kind == F else self.flat.pending[s] - self.flat.saved[s]
+        while self.held[r] + more > self.flat.room[r] and self.waiting[r]:
+            self.run_weight(r)
+        if self.held[r] + more > self.flat.room[r]:
+            return False
+        if self.rows[r]:
+            self._fill(r, arrival, self.settings.before_f if kind == F else self.settings.before_b)
+            self.idle[r] += max(0, arrival - self.free[r])
+        self.free[r] = max(self.free[r], arrival) + self.length[kind][s]
+        self.held[r] += more
+        self.ends[kind][s].append(self.free[r])
+        self.rows[r].append((kind, s))
+        if kind == B:
+            self.waiting[r].append(s)
+        return True
+
+    def _fill(self, r: int, arrival: int, watched: bool) -> None:
+        """W's that end before the message is there, and one more where idling would exceed the budget."""
+        waiting = self.waiting[r]
+        while waiting and self.free[r] + self.flat.weight[waiting[0]] <= arrival:
+            self.run_weight(r)
+        late = self.idle[r] + arrival - self.free[r] > max(self.settings.idle_ns, max(self.idle))
+        if waiting and watched and arrival > self.free[r] and late:
+            self.run_weight(r)
+
+    def run_weight(self, r: int) -> None:
+        """Place the W that has waited longest on a rank."""
+        s = self.waiting[r].popleft()
+        self.free[r] += self.flat.weight[s]
+        self.held[r] -= self.flat.pending[s]
+        self.rows[r].append((W, s))
+
+    def warm_up(self) -> None:
+        """Microbatch 1 down and up again, then F's until every rank has run as many as those above it.
+
+        While a rank waits for microbatch 1 on its way up, further microbatches come down to it, as many
+        as time and room allow.
+        """
+        flat, p, m = self.flat, self.p, self.m
+        for r in range(p):
+            self.run(F, r)
+        for r in reversed(range(p)):
+            up = 2 * p - 1 - r
+            most = max(flat.saved[r], flat.saved[up]) * 2 * (r + 1)
+            while self.held[r] + most <= flat.room[r] and self.count(F, 0) < m:
+                back = self.arrival(F, up)
+                if back is None or self.free[r] + flat.forward[r] > back:
+                    break
+                if not all(self.run(F, above) for above in range(r + 1)):
+                    break
+            self.run(F, up)
+        upward = False
+        for r in range(1, p):
+            while self._lags(r):
+                before = [self.count(F, s) for s in range(2 * p)]
+                for _ in range(2):
+                    for below in reversed(range(r, p)):
+                        self.run(F, 2 * p - 1 - below if upward else below)
+                    upward = not upward
+                    if not self._lags(r):
+                        break
+                if before == [self.count(F, s) for s in range(2 * p)]:
+                    break
+
+    def _lags(self, r: int) -> bool:
+        """Whether the rank above has run more F's, or as many of its upper stage with some left."""
+        S, m = self.flat.num_stages, self.m
+        down, up = self.count(F, r), self.count(F, S - 1 - r)
+        above_down, above_up = self.count(F, r - 1), self.count(F, S - r)
+        return down + up < above_down + above_up or up <= above_up < m
+
+    def turn(self) -> None:
+        """A B and an F on every rank, as far as messages and room are there."""
+        p, S = self.p, self.flat.num_stages
+        upper = [r for r in range(p) if self.count(B, S - 1 - r) <= self.count(B, r) or not self._back(r)]
+        lower = [r for r in range(p) if r not in upper]
+        for r in upper:
+            self.run(B, S - 1 - r)
+        for r in reversed(lower):
+            self.run(B, r)
+        for r in range(p):
+            down, up = r, S - 1 - r
+            behind = self.count(F, up) < self.count(F, down)
+            sent = r == p - 1 or self.count(F, up - 1) > self.count(F, up)
+            done = self.count(F, down) == self.m
+            self.run(F, up if behind and (sent or done) else down)
+
+    def _back(self, r: int) -> bool:
+        """Whether the lower stage of a rank has its next gradient, or will have it in this turn."""
+        done = self.count(B, 2 * self.p - 1 - r) == self.m
+        return done or r == self.p - 1 or self.arrival(B, r) is not None
+
+
+def turn_order(flat: Flat, settings: Settings) -> Codes | None:
+    """One order; ``None`` where memory locks it up."""
+    state = _Turns(flat, settings)
+    state.warm_up()
+    placed = -1
+    while placed < (now := sum(map(len, state.rows))):
+        placed = now
+        state.turn()
+    for r in range(state.p):
+        while state.waiting[r]:
+            state.run_weight(r)
+    whole = sum(map(len, state.rows)) == 3 * flat.num_stages * flat.num_microbatches
+    return state.rows if whole else None
+
+
+def turn_orders(
+    flat: Flat,
+    annealer: Annealer,
+    most: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[tuple[int, int, Codes]]:
+    """The three best orders over the places where the budget is watched and `_STEPS` budgets, best first.
+
+    Budgets go down from the idle time of the order made without; the first is none at all. Empty for other
+    placements than the V, and where that first order takes longer than ``most``.
+    stop : asked before every order whether to end early.
+    """
+    if not is_v(flat):
+        return []
+    pool: list[tuple[int, int, Codes]] = []
+
+    def take(settings: Settings) -> None:
+        codes = turn_order(flat, settings)
+        score = None if codes is None else annealer.score(codes)
+        if codes is not None and score is not None and all(score != entry[:2] for entry in pool):
+            pool.append((*score, codes))
+            pool.sort(key=lambda entry: entry[:2])
+            del pool[3:]
+
+    take(Settings(0, False, False))
+    if pool and most is not None and pool[0][0] > most:
+        return []
+    if pool:
+        idle = pool[0][0] - min(flat.work(r) for r in range(flat.num_ranks))
+        step = max(1, max(flat.weight) // 8)
+        budgets = [0, *(idle - k * step for k in range(_STEPS) if k * step < idle)]
+        for budget, (before_f, before_b) in product(budgets, ((False, True), (True, False), (True, True))):
+            if not stop():
+                take(Settings(budget, before_f, before_b))
+    return pool

@@ -1,0 +1,147 @@
+"""Messages over NCCL: one communicator and one CUDA stream per directed pair of ranks.
+
+The host never waits: a send's stream waits for an event after the action that made the tensor; the compute
+stream waits for the receive just before the action that uses it. A communicator is a serial queue, so each
+direction of each pair has its own, and no message stands behind one that it has nothing to do with.
+A posted receive occupies the GPU until its message comes; the program posts it no earlier than it must.
+
+Written against the documentation; not yet run on GPU (docs/runtime.md).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbcompile.runtime.channels.channel import Key, Ticket
+from zbcompile.runtime.group import PipelineGroup
+from zbcompile.runtime.verbs import Setup
+from zbcompile.runtime.wire_format import Layout
+
+__all__ = ["NcclTransport", "directed_pairs"]
+
+
+def directed_pairs(setup: Setup) -> list[tuple[int, int]]:
+    """Every (source rank, target rank) that exchanges messages, tied parameters included, in a fixed
+    order."""
+    rank_of = setup.placement.rank_of
+    pairs = {(rank_of[source], rank_of[target]) for _, source, target in setup.layouts}
+    for stages in setup.tied.values():
+        ranks = {rank_of[s] for s in stages}
+        pairs |= {(a, b) for a in ranks for b in ranks}
+    return sorted(pair for pair in pairs if pair[0] != pair[1])
+
+
+class _Channel:
+    """A communicator of two ranks and its stream on this rank's device."""
+
+    def __init__(self, group: Any, is_source: bool, other: int, device: torch.device) -> None:
+        self.group, self.is_source, self.other, self.device = group, is_source, other, device
+        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def start(self, flats: list[Tensor]) -> list[Any]:
+        """Queue the transfers behind what the compute stream has queued so far."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+        works = []
+        with torch.cuda.stream(self.stream):
+            for flat in flats:
+                if flat.numel() == 0:
+                    continue
+                flat.record_stream(self.stream)
+                call = self.group.send if self.is_source else self.group.recv
+                # As bytes: NCCL does not know every dtype.
+                works.append(call([flat.view(-1).view(torch.uint8)], self.other, 0))
+        return works
+
+
+class _NcclTicket:
+    __slots__ = ("_channel", "_flats", "_layouts", "_works", "key", "peer", "since")
+
+    def __init__(
+        self, key: Key, peer: int, channel: _Channel, flats: list[Tensor], layouts: Sequence[Layout]
+    ) -> None:
+        self.key, self.peer, self._channel = key, peer, channel
+        self._layouts, self._flats = layouts, flats
+        self.since = time.monotonic()
+        self._works = channel.start(flats)
+
+    def ready(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        """Make the compute stream wait for a receive. The memory of a send is guarded by `record_stream`."""
+        if not self._channel.is_source:
+            for work in self._works:
+                work.wait()
+
+    def tensors(self) -> list[Tensor]:
+        flats, self._flats = self._flats, []
+        current = torch.cuda.current_stream(self._channel.device)
+        for flat in flats:
+            flat.record_stream(current)
+        return [layout.unpack(flat) for layout, flat in zip(self._layouts, flats, strict=True)]
+
+
+class NcclTransport:
+    """One rank's end. Communicators are made and warmed up here, in the same order on all ranks."""
+
+    def __init__(self, group: PipelineGroup, setup: Setup, device: torch.device) -> None:
+        self._device, self._rank = device, group.rank
+        self._channels: dict[tuple[int, int], _Channel] = {}
+        self._open: list[_NcclTicket] = []
+        if setup.one_communicator:
+            self._share_one(group, setup, device)
+            return
+        for source, target in directed_pairs(setup):
+            pair = group.new_pair("nccl", source, target)
+            if pair is not None:
+                peer = target if group.rank == source else source
+                channel = _Channel(pair, group.rank == source, int(peer > group.rank), device)
+                channel.start([torch.zeros(1, dtype=torch.uint8, device=device)])
+                self._channels[source, target] = channel
+        torch.cuda.synchronize(device)
+
+    def _share_one(self, group: PipelineGroup, setup: Setup, device: torch.device) -> None:
+        """The fallback: all channels are one communicator and one stream."""
+        everyone = group.new_group("nccl")
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        for source, target in directed_pairs(setup):
+            if group.rank in (source, target):
+                peer = target if group.rank == source else source
+                channel = _Channel(everyone, group.rank == source, peer, device)
+                channel.stream = stream
+                self._channels[source, target] = channel
+
+    def post_send(self, peer: int, key: Key, layouts: Sequence[Layout], tensors: list[Tensor]) -> Ticket:
+        """Queue a send; the tensors' memory is not reused before it is done."""
+        flats = [layout.pack(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
+        return self._post(key, peer, self._channels[self._rank, peer], flats, layouts)
+
+    def post_recv(self, peer: int, key: Key, layouts: Sequence[Layout]) -> Ticket:
+        """Queue a receive into fresh memory."""
+        flats = [layout.buffer() for layout in layouts]
+        return self._post(key, peer, self._channels[peer, self._rank], flats, layouts)
+
+    def flush(self) -> None:
+        """Transfers are queued when they are posted."""
+
+    def oldest(self) -> _NcclTicket | None:
+        """The transfer that has been open for longest; for the watchdog."""
+        self._open = [ticket for ticket in self._open if not ticket.ready()]
+        return self._open[0] if self._open else None
+
+    def abandon(self) -> None:
+        """Abort every communicator: kernels that wait on this rank and its peers end with an error."""
+        for channel in self._channels.values():
+            channel.group.abort()
+
+    def _post(
+        self, key: Key, peer: int, channel: _Channel, flats: list[Tensor], layouts: Sequence[Layout]
+    ) -> Ticket:
+        ticket = _NcclTicket(key, peer, channel, flats, layouts)
+        self._open.append(ticket)
+        return ticket

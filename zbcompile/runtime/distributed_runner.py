@@ -1,0 +1,172 @@
+"""The runner for one process per rank: drives its own rank's program and waits where the program yields."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from zbcompile.errors import PipelineError, ZBCompileError
+from zbcompile.runtime import torch_private
+from zbcompile.runtime.channels.channel import Ticket, describe
+from zbcompile.runtime.channels.gloo import BrokenChannelError, GlooTransport
+from zbcompile.runtime.executor import failure
+from zbcompile.runtime.group import PipelineGroup
+from zbcompile.runtime.program import Program
+from zbcompile.runtime.verbs import Rank, Setup, Step, Wait, check_finished
+from zbcompile.runtime.watchdog import Doing, Interrupted, Watchdog
+from zbcompile.schedule.ir import Action
+
+__all__ = ["DistributedRunner"]
+
+
+class DistributedRunner:
+    """This process's rank of a pipeline.
+
+    Every failure, here or elsewhere, ends as one `PipelineError` with the same text on all ranks; no
+    gradient of the failed step is handed over, and later steps raise the same error again.
+    """
+
+    def __init__(
+        self,
+        group: PipelineGroup,
+        setup: Setup,
+        text: str,
+        device: torch.device,
+        stall_limit_s: float,
+        *,
+        owns_group: bool = True,
+    ) -> None:
+        self._owns_group = owns_group
+        self.group, self.setup, self.device = group, setup, device
+        self.rank: int | None = group.rank
+        self.program = Program.load(text, group.rank)
+        self.transport = _transport(group, setup, device)
+        self.end = Rank(group.rank, setup, {}, self.transport, device)
+        self.offset_ns = group.clock_offset_ns()
+        self._waiting: tuple[Wait, Ticket, float] | None = None
+        self._in_step = False
+        store = PrefixStore(group.runner_name(), torch_private.own_store())
+        self.watchdog = Watchdog(store, group.rank, group.size, stall_limit_s, self._doing, self._abandon)
+
+    def run(self, step: Step, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """One step of this rank; gradient sums by parameter name. Raises `PipelineError`."""
+        self._refuse_if_failed()
+        end = self.end
+        end.state = state
+        end.begin(step, self.program.send_slots)
+        self._in_step = True
+        try:
+            with torch.no_grad(), self.watchdog:
+                for wait in self.program.start(end):
+                    for ticket in wait.tickets:
+                        self._await(wait, ticket)
+                check_finished(end)
+        except Interrupted:
+            raise self._ended() from None
+        except BrokenChannelError as error:
+            raise self._broken(error) from error
+        except Exception as error:
+            raise self._failed(error) from error
+        finally:
+            self._in_step, self._waiting = False, None
+        self._refuse_if_failed()
+        return end.gradients
+
+    def _await(self, wait: Wait, ticket: Ticket) -> None:
+        self._waiting = (wait, ticket, time.monotonic())
+        ticket.wait()
+        self._waiting = None
+
+    def _doing(self) -> Doing | None:
+        """For the watchdog: the wait or the action of the main thread."""
+        waiting, running = self._waiting, self.end.running
+        if waiting is not None:
+            wait, ticket, since = waiting
+            words = f"waits at {wait} for {describe(ticket.key)} from rank {ticket.peer}"
+            return Doing(words, ticket.peer, since)
+        if not self._in_step or running is None:
+            return None
+        kind, stage, microbatch = running
+        return Doing(f"runs {stage}{kind.letter}{microbatch}", -1, self.end.running_since)
+
+    def _abandon(self) -> None:
+        self.transport.abandon()
+        self._leave_control()
+
+    def _refuse_if_failed(self) -> None:
+        error = self.watchdog.error()
+        if error is not None:
+            raise error
+
+    def _ended(self) -> PipelineError:
+        return self.watchdog.error() or PipelineError("the step was interrupted")
+
+    def _failed(self, error: Exception) -> PipelineError:
+        known = self.watchdog.error()
+        return known or self.watchdog.fail(str(failure(self.end, error)))
+
+    def _broken(self, error: BrokenChannelError) -> PipelineError:
+        return self.watchdog.broken(
+            f"rank {error.peer} is gone: its connection closed while rank {self.group.rank} "
+            f"waited for {describe(error.key)}"
+        )
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """An error of the checks before a step is raised here as it is, and ends the step on the other
+        ranks."""
+        self._refuse_if_failed()
+        try:
+            yield
+        except ZBCompileError as error:
+            self.watchdog.fail(f"rank {self.group.rank} refused the step: {error}")
+            raise
+
+    def synchronize(self) -> None:
+        """Return when every rank has come here; raise `PipelineError` when one has failed."""
+        self._refuse_if_failed()
+        try:
+            self.group.barrier()
+        except Exception as error:
+            raise self.watchdog.broken(
+                f"a rank was gone when rank {self.group.rank} met the others"
+            ) from error
+        self._refuse_if_failed()
+
+    def actions(self) -> list[list[tuple[Action, int, int]]]:
+        """Per rank what its last step did and when, on rank 0's clock. All ranks call it."""
+        rows = self.end.recorder.actions()
+        text = "\n".join(f"{a} {s + self.offset_ns} {e + self.offset_ns}" for a, s, e in rows)
+        result = []
+        for part in self.group.gather(text or "\n"):
+            words = [line.split() for line in part.splitlines() if line]
+            result.append([(Action.parse(a), int(s), int(e)) for a, s, e in words])
+        return result
+
+    def close(self) -> None:
+        """Stop the watchdog and leave the transport's groups, and the control group if it is the runner's
+        own."""
+        self.watchdog.stop()
+        if self.watchdog.reason is None:
+            self.transport.abandon()
+            if self._owns_group:
+                self._leave_control()
+
+    def _leave_control(self) -> None:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group(self.group.control)
+
+
+def _transport(group: PipelineGroup, setup: Setup, device: torch.device) -> Any:
+    if device.type != "cuda":
+        return GlooTransport(group)
+    from zbcompile.runtime.channels.nccl import NcclTransport
+
+    return NcclTransport(group, setup, device)

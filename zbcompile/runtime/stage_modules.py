@@ -1,0 +1,159 @@
+"""Stages as modules: the model's own parameters under their own names, and a stage's forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbcompile.errors import ShapeError, UsageError
+from zbcompile.runtime.materialize import materialize
+from zbcompile.runtime.wiring import RunnableStage
+
+__all__ = ["Stage", "StateReader"]
+
+
+class Stage(nn.Module):
+    """One stage of a pipeline: a module that holds the model's own parameters and buffers, under their names.
+
+    Calling it runs the stage's forward graph without autograd: inputs and outputs in the order of its ports.
+    ``graphs`` are its F, B, W and BW graphs (``stage.graphs.forward.print_readable()``).
+    """
+
+    def __init__(
+        self,
+        index: int,
+        stage: RunnableStage,
+        state: Mapping[str, Tensor],
+        model: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.index, self.compiled = index, stage
+        self._model = (model,)  # in a tuple, so that it is not registered as a submodule
+        self._held = tuple(dict.fromkeys([*getattr(stage, "parameters", ()), *getattr(stage, "buffers", ())]))
+        self._tensors: dict[str, Tensor] = {}
+        self.follow(state)
+
+    @property
+    def graphs(self) -> object:
+        """The stage's graphs; ``None`` for a stage that has none."""
+        return getattr(self.compiled, "graphs", None)
+
+    def follow(self, state: Mapping[str, Tensor]) -> None:
+        """Hold the tensors of ``state``: a model's parameter may have been replaced by another."""
+        for name in self._held:
+            if self._tensors.get(name) is not state[name]:
+                _attach(self, name, state[name])
+                self._tensors[name] = state[name]
+
+    def materialize(self, **how: Any) -> dict[str, Tensor]:
+        """Give this stage's parameters and buffers memory and values, when the model is on the meta device.
+
+        ``how`` as in `zbcompile.runtime.materialize.materialize`: ``state`` (a state dict or safetensors),
+        ``init_weights``, ``build`` (for buffers), ``device``, ``seed``. Returns what became real.
+        """
+        model = self._model[0]
+        if model is None:
+            raise UsageError("this stage belongs to no model", where=f"stage {self.index}")
+        made = materialize(model, self._held, **how)
+        self.follow(StateReader(model, self._held).read())
+        return made
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Outputs of the stage for one microbatch, in port order."""
+        state = dict(self.named_parameters()) | dict(self.named_buffers())
+        with torch.no_grad():
+            outputs, _ = self.compiled.run_forward(state, list(inputs))
+        return tuple(outputs)
+
+    def extra_repr(self) -> str:
+        """What goes in and out."""
+        ins = ", ".join(p.name for p in self.compiled.inputs)
+        outs = ", ".join(p.name for p in self.compiled.outputs)
+        return f"stage {self.index}: ({ins}) -> ({outs})"
+
+
+def _attach(root: nn.Module, name: str, value: Tensor) -> None:
+    """Register under a dotted name, through empty modules that spell out the path."""
+    *path, leaf = name.split(".")
+    holder = root
+    for part in path:
+        child = holder._modules.get(part)
+        if child is None:
+            child = nn.Module()
+            holder.add_module(part, child)
+        holder = child
+    if isinstance(value, nn.Parameter):
+        holder.register_parameter(leaf, value)
+    else:
+        holder.register_buffer(leaf, value)
+
+
+class StateReader:
+    """The model's present tensors by name: read anew at each step, so that ``.to`` and swaps are seen.
+
+    names : canonical names of what the stages use. What the stages were compiled for is noted here and
+    compared at each step: shapes and dtypes, which parameters are trained, which names are one tensor, which
+    modules are in training mode.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        modules = dict(model.named_modules(remove_duplicate=False))
+
+        def place(name: str) -> tuple[nn.Module, str]:
+            path, _, leaf = name.rpartition(".")
+            return modules[path], leaf
+
+        self._places = {name: place(name) for name in names}
+        named = [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+        canonical = {id(getattr(*self._places[name])): name for name in names}
+        self._tied = [
+            (name, place(name), canonical[id(tensor)])
+            for name, tensor in named
+            if canonical.get(id(tensor), name) != name
+        ]
+        self._forms = {name: _form(getattr(*self._places[name])) for name in names}
+        self._modes = [(path, module, module.training) for path, module in model.named_modules()]
+
+    def read(self) -> dict[str, Tensor]:
+        """Name -> tensor."""
+        return {name: getattr(*place) for name, place in self._places.items()}
+
+    def check(self, state: Mapping[str, Tensor]) -> None:
+        """Raise `ShapeError` or `UsageError` when the model, now with ``state``, is not what was compiled."""
+        for name, tensor in state.items():
+            shape, dtype, trained = self._forms[name]
+            if tensor.shape != shape or tensor.dtype != dtype:
+                raise ShapeError(
+                    "a tensor of the model differs from the one compiled for",
+                    where=name,
+                    needed=f"{list(shape)} {dtype}",
+                    given=f"{list(tensor.shape)} {tensor.dtype}",
+                    fix="compile another pipeline for the changed model",
+                )
+            if tensor.requires_grad and not trained:
+                raise _changed(f"{name} was frozen when the model was compiled and is not now", name)
+        for name, place, first in self._tied:
+            if getattr(*place) is not state[first]:
+                raise _changed(f"{name} and {first} were one tensor when the model was compiled", name)
+        for path, module, mode in self._modes:
+            if module.training != mode:
+                words = "training" if mode else "evaluation"
+                raise _changed(
+                    f"the model was compiled with this module in {words} mode", path or "the model"
+                )
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, bool]:
+    return tensor.shape, tensor.dtype, tensor.requires_grad
+
+
+def _changed(what: str, where: str) -> UsageError:
+    return UsageError(
+        what, where=where, fix="undo the change, or compile another pipeline for the changed model"
+    )

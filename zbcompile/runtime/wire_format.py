@@ -1,0 +1,109 @@
+"""Tensors on a wire: memory in the order of the strides that were compiled for.
+
+A contiguous tensor travels as it is, another dense one, in whatever order of its dimensions, as the bytes of
+its own memory, without a copy. One with gaps or repeated elements, or conjugated or negated only by a mark,
+travels as a copy. Zero elements travel not at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zbcompile.errors import ShapeError
+from zbcompile.runtime.wiring import PortLike
+
+__all__ = ["Layout"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one port's tensor lies in memory at the receiver; ``num_bytes`` are what a message carries."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    num_bytes: int
+    is_dense: bool
+    _is_plain: bool = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_is_plain", self.is_dense and self.stride == _contiguous(self.shape))
+
+    @staticmethod
+    def of(port: PortLike) -> Layout:
+        """The layout of a port; a tensor that repeats elements arrives contiguous."""
+        shape, stride = tuple(port.shape), tuple(port.stride)
+        count = 1
+        for extent in shape:
+            count *= extent
+        dense = _is_dense(shape, stride)
+        if not dense and any(s == 0 and n > 1 for s, n in zip(stride, shape, strict=True)):
+            stride, dense = _contiguous(shape), True
+        return Layout(shape, stride, port.dtype, port.device, count * port.dtype.itemsize, dense)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """What goes on the wire, contiguous: the tensor itself, or a flat uint8 view of it or of a copy.
+
+        Raises `ShapeError` for another shape or dtype: the peer's buffer has the one compiled for.
+        """
+        if tensor.shape != self.shape or tensor.dtype != self.dtype:
+            raise ShapeError(
+                "a tensor to be sent differs from the one compiled for",
+                needed=f"{list(self.shape)} {self.dtype}",
+                given=f"{list(tensor.shape)} {tensor.dtype}",
+            )
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        if self.is_dense:
+            if tensor.stride() != self.stride:
+                tensor = self._empty(self.stride).copy_(tensor)
+            if self._is_plain:
+                return tensor
+            flat = tensor.as_strided((tensor.numel(),), (1,))
+        else:
+            flat = tensor.contiguous().view(-1)
+        return flat.view(torch.uint8)
+
+    def buffer(self) -> Tensor:
+        """Memory for what ``pack`` makes at the other end."""
+        if self._is_plain:
+            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+
+    def unpack(self, arrived: Tensor) -> Tensor:
+        """The tensor in an arrived buffer, with the strides that were compiled for."""
+        if self._is_plain:
+            return arrived
+        typed = arrived.view(self.dtype)
+        if self.is_dense:
+            return typed.as_strided(self.shape, self.stride)
+        return self._empty(self.stride).copy_(typed.view(self.shape))
+
+    def _empty(self, stride: tuple[int, ...]) -> Tensor:
+        return torch.empty_strided(self.shape, stride, dtype=self.dtype, device=self.device)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, step = [0] * len(shape), 1
+    for k in range(len(shape) - 1, -1, -1):
+        stride[k] = step
+        step *= max(shape[k], 1)
+    return tuple(stride)
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Every element once and no gap, in some order of the dimensions."""
+    if 0 in shape:
+        return True
+    step = 1
+    for extent, distance in sorted(
+        ((n, s) for n, s in zip(shape, stride, strict=True) if n > 1), key=lambda item: item[1]
+    ):
+        if distance != step:
+            return False
+        step *= extent
+    return True

@@ -1,0 +1,280 @@
+"""The only judge of a schedule: complete, in dependency order, free of deadlock, under the caps."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import chain
+from operator import itemgetter
+
+from zbcompile.errors import CheckError, InfeasibleError
+from zbcompile.schedule.event_graph import EventGraph, Message, describe_wait
+from zbcompile.schedule.ir import Action, Kind, Schedule
+from zbcompile.schedule.positions import Positions
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import Timeline, memory_after, timeline_of
+
+__all__ = ["check", "checked_times", "faults", "judge", "least_cap"]
+
+_SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_BEFORE = {
+    Kind.BACKWARD_INPUT: Kind.FORWARD,
+    Kind.FULL_BACKWARD: Kind.FORWARD,
+    Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
+}
+
+
+def check(schedule: Schedule, problem: Problem) -> None:
+    """Raise `CheckError` with the first fault; return when there is none."""
+    for fault in faults(schedule, problem):
+        raise fault
+
+
+def checked_times(schedule: Schedule, problem: Problem) -> Timeline:
+    """`check`, then `simulate`, with one event graph for both."""
+    found, graph = judge(schedule, problem)
+    if graph is None:
+        raise found[0]
+    return timeline_of(graph)
+
+
+def faults(schedule: Schedule, problem: Problem) -> list[CheckError]:
+    """All faults of the first stage of judgement that finds any.
+
+    Stages: shape (placement, rows), completeness, order on each rank, message order, deadlock, memory.
+    A later stage is only meaningful where the earlier ones found nothing.
+    """
+    return judge(schedule, problem)[0]
+
+
+def judge(schedule: Schedule, problem: Problem) -> tuple[list[CheckError], EventGraph | None]:
+    """The faults, and where there are none the event graph, of which `timeline_of` gives the times."""
+    found = _shape(schedule, problem)
+    if not found:
+        places = Positions(schedule)
+        found = _complete(schedule, problem, places) or _rank_order(places)
+    found = found or _message_order(schedule, problem)
+    if found:
+        return found, None
+    try:
+        graph = EventGraph.of(schedule, problem)
+    except CheckError as error:
+        return [error], None
+    found = _deadlock(graph) or _memory(schedule, problem)
+    return found, None if found else graph
+
+
+def _shape(schedule: Schedule, problem: Problem) -> list[CheckError]:
+    if schedule.placement != problem.placement:
+        return [
+            CheckError(
+                "the schedule's placement is not the problem's",
+                needed=list(problem.placement.rank_of),
+                given=list(schedule.placement.rank_of),
+            )
+        ]
+    if schedule.num_microbatches != problem.num_microbatches:
+        return [
+            CheckError(
+                "the schedule has another number of microbatches than the problem",
+                needed=problem.num_microbatches,
+                given=schedule.num_microbatches,
+            )
+        ]
+    if len(schedule.order) != schedule.num_ranks:
+        return [
+            CheckError("one row of actions per rank", needed=schedule.num_ranks, given=len(schedule.order))
+        ]
+    return []
+
+
+def _complete(schedule: Schedule, problem: Problem, places: Positions) -> list[CheckError]:
+    """Every (stage, microbatch) has F, and either BW or both B and W, once, on its own rank."""
+    if not _all_in_place(problem, places):
+        return _misplaced(schedule, problem, places)
+    return [fault for stage in range(problem.num_stages) for fault in _missing(stage, problem, places)]
+
+
+def _all_in_place(problem: Problem, places: Positions) -> bool:
+    """Whether every action exists in the problem, stands on its own rank, and stands there once."""
+    for (_, stage, peer), numbers in places.rows.items():
+        if max(stage, peer or 0) >= problem.num_stages or max(numbers) >= problem.num_microbatches:
+            return False
+        rank = problem.placement.rank_of[stage]
+        if min(numbers.values()) < places.base[rank] or max(numbers.values()) >= places.base[rank + 1]:
+            return False
+    return places.all_once
+
+
+def _misplaced(schedule: Schedule, problem: Problem, places: Positions) -> list[CheckError]:
+    found = []
+    for rank, position, action in schedule.actions():
+        where = f"rank {rank}, position {position}"
+        peer = action.peer if action.peer is not None else 0
+        if action.stage >= problem.num_stages or peer >= problem.num_stages:
+            found.append(
+                CheckError(
+                    f"{action} names a stage that does not exist",
+                    where=where,
+                    needed=f"< {problem.num_stages}",
+                )
+            )
+        elif action.microbatch >= problem.num_microbatches:
+            found.append(
+                CheckError(
+                    f"{action} names a microbatch that does not exist",
+                    where=where,
+                    needed=f"< {problem.num_microbatches}",
+                )
+            )
+        elif problem.placement.rank_of[action.stage] != rank:
+            home = problem.placement.rank_of[action.stage]
+            found.append(
+                CheckError(f"{action} stands on the wrong rank", where=where, fix=f"move it to rank {home}")
+            )
+        elif places.number(action) != places.base[rank] + position:
+            found.append(CheckError(f"{action} appears twice", where=where, fix="keep one of them"))
+    return found
+
+
+def _missing(stage: int, problem: Problem, places: Positions) -> Iterator[CheckError]:
+    has = {kind: places.of(kind, stage) for kind in Kind if kind.is_compute}
+    rank = problem.placement.rank_of[stage]
+    for microbatch in range(problem.num_microbatches):
+        fused = microbatch in has[Kind.FULL_BACKWARD]
+        where = f"rank {rank}, stage {stage}, microbatch {microbatch}"
+        for kind in _SPLIT if fused else ():
+            if microbatch in has[kind]:
+                yield CheckError(
+                    f"{Action(kind, stage, microbatch)} stands beside a fused {stage}BW{microbatch}",
+                    where=where,
+                    fix="keep either B and W or BW",
+                )
+        for kind in (Kind.FORWARD,) if fused else (Kind.FORWARD, *_SPLIT):
+            if microbatch not in has[kind]:
+                what = f"{Action(kind, stage, microbatch)} is missing"
+                yield CheckError(what, where=where, fix="add it to the rank's order")
+
+
+def _rank_order(places: Positions) -> list[CheckError]:
+    """On one stage: F before B before W. Named here, before it would show up as a cycle."""
+    wrong = []
+    for (kind, stage, _), numbers in places.rows.items():
+        if kind in _BEFORE:
+            earlier = places.of(_BEFORE[kind], stage)
+            wrong += [(n, kind, stage, i, earlier[i]) for i, n in numbers.items() if earlier[i] > n]
+    found = []
+    for number, kind, stage, microbatch, earlier_number in sorted(wrong, key=itemgetter(0)):
+        action, before = Action(kind, stage, microbatch), Action(_BEFORE[kind], stage, microbatch)
+        rank = bisect_right(places.base, number) - 1
+        positions = f"{number - places.base[rank]} and {earlier_number - places.base[rank]}"
+        found.append(
+            CheckError(
+                f"{action} stands before its {before}",
+                where=f"rank {rank}, positions {positions}",
+                fix=f"move {action} behind {before}",
+            )
+        )
+    return found
+
+
+def _message_order(schedule: Schedule, problem: Problem) -> list[CheckError]:
+    """Rule M: on every channel receives are posted in the order of the sends."""
+    if not schedule.has_communication:
+        return []
+    rank_of = problem.placement.rank_of
+    sent: dict[tuple[int, int], list[Message]] = {}
+    received: dict[tuple[int, int], list[Message]] = {}
+    for action in chain.from_iterable(schedule.order):
+        if action.kind.is_compute:
+            continue
+        message = Message.of(action)
+        channel = (rank_of[message.source], rank_of[message.target])
+        (sent if action.kind.is_send else received).setdefault(channel, []).append(message)
+    found = []
+    for channel in sorted(set(sent) | set(received)):
+        left, right = sent.get(channel, []), received.get(channel, [])
+        if left == right:
+            continue
+        where = f"channel from rank {channel[0]} to rank {channel[1]}"
+        arrivals, departures = set(right), set(left)
+        for message in left:
+            if message not in arrivals:
+                found.append(CheckError(f"{message.send} is sent and never received", where=where))
+                return found
+        for message in right:
+            if message not in departures:
+                found.append(CheckError(f"{message.recv} is received and never sent", where=where))
+                return found
+        for k, (a, b) in enumerate(zip(left, right, strict=True)):
+            if a != b:
+                found.append(
+                    CheckError(
+                        f"messages would be mixed up: send {k} is {a.send}, receive {k} is {b.recv}",
+                        where=where,
+                        fix="post the receives in the order of the sends",
+                    )
+                )
+                break
+    return found
+
+
+def _deadlock(graph: EventGraph) -> list[CheckError]:
+    """Rule A: the event graph has no cycle."""
+    if graph.earliest() is not None:
+        return []
+    return [
+        CheckError("deadlock: " + describe_wait(graph), fix="break the circle: move one of these actions")
+    ]
+
+
+def _memory(schedule: Schedule, problem: Problem) -> list[CheckError]:
+    found: list[CheckError] = []
+    for rank, cap in enumerate(problem.caps):
+        if cap is None:
+            continue
+        for k, held in enumerate(memory_after(schedule, problem, rank)):
+            if held > cap:
+                action = schedule.order[rank][k]
+                found.append(
+                    CheckError(
+                        f"over the memory cap at {action}",
+                        where=f"rank {rank}, stage {action.stage}, microbatch {action.microbatch}",
+                        needed=f"{held} bytes",
+                        given=f"a cap of {cap} bytes",
+                        fix="start fewer forwards before it, or raise the cap",
+                    )
+                )
+                break
+    return found
+
+
+def least_cap(problem: Problem, rank: int) -> int:
+    """The smallest cap under which a rank can run at all: one microbatch at a time.
+
+    Every stage of the rank must have its forward held before the last one's backward can start
+    only if a path leads from one to the other; with one microbatch in flight all of them do in
+    a chain, so the need is the sum of M_B, or, going down, the M_B left plus the M_W of the stage
+    that has just finished B.
+    """
+    stages = [problem.profile.stages[s] for s in problem.placement.stages_of(rank)]
+    held = sum(s.saved_bytes for s in stages)
+    need = held
+    for stage in reversed(stages):
+        held -= stage.saved_bytes
+        need = max(need, held + stage.saved_for_weight_bytes)
+    return problem.static_bytes(rank) + need
+
+
+def require_feasible(problem: Problem) -> None:
+    """Raise `InfeasibleError` naming the first rank whose cap is below its least, and that least."""
+    for rank, cap in enumerate(problem.caps):
+        needed = least_cap(problem, rank)
+        if cap is not None and cap < needed:
+            raise InfeasibleError(
+                "the memory cap is below what one microbatch needs",
+                where=f"rank {rank}",
+                needed=f"{needed} bytes (of them {problem.static_bytes(rank)} static)",
+                given=f"{cap} bytes",
+                fix=f"raise the cap of rank {rank} to {needed} bytes, use smaller microbatches, or recompute",
+            )

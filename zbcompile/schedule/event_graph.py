@@ -1,0 +1,364 @@
+"""The event graph: one structure for the deadlock proof, the predicted times and the watchdog's chain.
+
+Nodes are the actions of every rank, in order, and one transfer per message. An edge a -> b with
+weight w says: b starts at least w ns after a started. A message's transfer starts when both its
+send and its receive are posted and the message before it on the channel has left; a channel is a
+directed pair of ranks, first in, first out.
+
+What a rank does at a communication action depends on the problem's transport:
+
+    async       sends and receives are posted and the rank goes on; with S send slots, posting
+                the k-th send of a channel waits until the (k-S)-th has arrived
+    rendezvous  a send holds its rank until the message has arrived; receives are only posted
+    batched     the run of communication actions between two compute actions is one exchange:
+                all are posted together and all must finish before the rank goes on (which receives
+                join which exchange is `zbcompile.schedule.communication`'s choice)
+
+The step ends on every timing if and only if this graph has no cycle: ranks do not branch and no
+receive has a choice of messages. Its longest path is the time of the step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from types import MappingProxyType
+from typing import NamedTuple
+
+from zbcompile.errors import CheckError
+from zbcompile.schedule.ir import Action, Kind, Schedule
+from zbcompile.schedule.messages import Message, messages_of
+from zbcompile.schedule.positions import Key, Positions
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.rules import Rules, durations, predecessors
+
+__all__ = ["EventGraph", "Message", "describe_wait", "messages_of"]
+
+
+class _Route(NamedTuple):
+    """What the messages of one kind between two stages have in common.
+
+    busy : ns that one keeps its channel: its size over the bandwidth, without the latency.
+    receives : microbatch -> number of the receive.
+    """
+
+    channel: tuple[int, int]
+    lag: int
+    busy: int
+    receives: Mapping[int, int]
+
+
+class _Need(NamedTuple):
+    """One thing that the actions of one kind and stage wait for, all by microbatch.
+
+    producers : numbers of the actions of ``kind`` and ``stage`` that make it, or of their fused BW's.
+    sends, receives : of the messages that bring it; empty and None where it needs no message.
+    """
+
+    producers: Mapping[int, int]
+    kind: Kind
+    stage: int
+    lag: int = 0
+    sends: Mapping[int, int] | None = None
+    receives: Mapping[int, int] = MappingProxyType({})
+
+
+class EventGraph:
+    """Build with `EventGraph.of`. Nodes are integers: actions as `Positions` numbers them, then transfers.
+
+    duration : of every node, in ns. successors : of every node, as (node, weight in ns).
+    transfer_of : the transfer of every send and receive; -1 for compute actions.
+    carried : the send of every transfer.
+    whole : with the edges that a rank's order implies; without them times and cycles are the same.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        problem: Problem,
+        send_slots: int | None,
+        one_communicator: bool = False,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self.schedule, self.problem, self.send_slots = schedule, problem, send_slots
+        self.one_communicator, self.whole = one_communicator, whole
+        self.positions = Positions(schedule)
+        base = self.positions.base
+        self.node_of = [range(first, end) for first, end in zip(base, base[1:], strict=False)]
+        self.duration = self._durations()
+        self.successors: list[list[tuple[int, int]]] = [[] for _ in self.duration]
+        self.transfer_of = [-1] * len(self.duration)
+        self.carried: list[Action] = []
+        self._sorted: list[int] = []
+        self._start: list[int] = []
+        self._explicit = schedule.has_communication
+        if self._explicit:
+            self._add_transfers()
+            if one_communicator:
+                self._add_queues()
+        self._add_order()
+        self._add_data()
+
+    @staticmethod
+    def of(
+        schedule: Schedule,
+        problem: Problem,
+        send_slots: int | None = None,
+        one_communicator: bool = False,
+    ) -> EventGraph:
+        """The graph of a schedule; a compute-only one is first lowered to the problem's transport.
+
+        Under ``async`` a compute-only schedule needs no lowering: its sends leave at once and its
+        receives wait for nobody. With ``one_communicator`` a rank's transfers form one queue: each starts
+        when the one before it, sent or received, is done (NCCL with a single communicator).
+        Raises `CheckError` when an action that another needs is missing.
+        """
+        if problem.transport != "async" and not schedule.has_communication:
+            from zbcompile.schedule.communication import insert_communication
+
+            schedule = insert_communication(schedule, problem)
+        return EventGraph(schedule, problem, send_slots, one_communicator)
+
+    def _durations(self) -> list[int]:
+        places = self.positions
+        for rank, k, action in () if places.all_once else self.schedule.actions():
+            if places.number(action) != places.base[rank] + k:
+                raise CheckError(f"{action} appears twice", where=f"rank {rank}", fix="keep one of them")
+        times, result = durations(self.problem), [0] * places.base[-1]
+        for (kind, stage, _), nodes in places.rows.items():
+            if kind.is_compute:
+                length = times[kind][stage]
+                for node in nodes.values():
+                    result[node] = length
+        return result
+
+    def _edge(self, before: int, after: int, weight: int) -> None:
+        self.successors[before].append((after, weight))
+
+    def _add_transfers(self) -> None:
+        routes: dict[Key, _Route] = {}
+        sent: dict[tuple[int, int], list[int]] = {}
+        busy: dict[tuple[int, int], int] = {}
+        for node, action in enumerate(chain.from_iterable(self.schedule.order)):
+            if not action.kind.is_send:
+                continue
+            key = (action.kind, action.stage, action.peer)
+            if key not in routes:
+                routes[key] = self._route(action)
+            channel, lag, taken, receives = routes[key]
+            receive = receives.get(action.microbatch)
+            if receive is None:
+                raise _missing(Message.of(action).recv, Message.of(action))
+            transfer = len(self.duration)
+            self.duration.append(lag)
+            self.successors.append([])
+            self.carried.append(action)
+            self.transfer_of[node] = self.transfer_of[receive] = transfer
+            self._edge(node, transfer, 0)
+            self._edge(receive, transfer, 0)
+            earlier = sent.setdefault(channel, [])
+            if earlier:
+                self._edge(earlier[-1], transfer, busy[channel])
+            if self.send_slots is not None and len(earlier) >= self.send_slots:
+                last = earlier[-self.send_slots]
+                self._edge(last, node, self.duration[last])
+            earlier.append(transfer)
+            busy[channel] = taken
+        for node, action in enumerate(chain.from_iterable(self.schedule.order)):
+            if action.kind.is_recv and self.transfer_of[node] < 0:
+                raise _missing(Message.of(action).send, action)
+
+    def _route(self, send: Action) -> _Route:
+        problem, message, receive = self.problem, Message.of(send), Message.of(send).recv
+        pair = (min(message.source, message.target), max(message.source, message.target))
+        edge = next((e for e in problem.profile.edges if (e.source, e.target) == pair), None)
+        if edge is None:
+            raise CheckError(f"{send}: the profile has no edge between these stages")
+        channel = (problem.placement.rank_of[message.source], problem.placement.rank_of[message.target])
+        lag = problem.lag_ns(edge, backward=message.backward)
+        busy = lag - problem.profile.link_between(*channel).latency_ns
+        return _Route(channel, lag, busy, self.positions.of(receive.kind, receive.stage, receive.peer))
+
+    def _add_queues(self) -> None:
+        for nodes in self.node_of:
+            queue = [self.transfer_of[node] for node in nodes if self.transfer_of[node] >= 0]
+            for before, after in zip(queue, queue[1:], strict=False):
+                self._edge(before, after, self.duration[before])
+
+    def transfers(self) -> list[Message]:
+        """All messages by planned start of their transfer; of two at once the one that others need first."""
+        order, early = self._order(), self.earliest()
+        if early is None:
+            raise CheckError("deadlock: " + describe_wait(self))
+        place = {node: k for k, node in enumerate(order)}
+        actions = len(self.transfer_of)
+        nodes = sorted(range(actions, len(early)), key=lambda node: (early[node], place[node]))
+        return [Message.of(self.carried[node - actions]) for node in nodes]
+
+    def _add_order(self) -> None:
+        for nodes in self.node_of:
+            for before, after in zip(nodes, nodes[1:], strict=False):
+                self._edge(before, after, self.duration[before])
+        if self.problem.transport != "async":
+            self._add_holds()
+
+    def _add_holds(self) -> None:
+        """A rank goes on when its last send has arrived (rendezvous), or all of its exchange (batched)."""
+        rendezvous = self.problem.transport == "rendezvous"
+        for nodes, row in zip(self.node_of, self.schedule.order, strict=True):
+            pending: list[int] = []
+            for node, action in zip(nodes, row, strict=True):
+                if action.kind.is_compute or rendezvous:
+                    for transfer in pending:
+                        self._edge(transfer, node, self.duration[transfer])
+                    pending = []
+                if action.kind.is_send or not (action.kind.is_compute or rendezvous):
+                    pending.append(self.transfer_of[node])
+
+    def _add_data(self) -> None:
+        """What actions wait for by the rules, but for what their rank's order has them wait for anyway."""
+        rules = Rules.of(self.problem)
+        needs: dict[Key, list[_Need]] = {}
+        successors, duration = self.successors, self.duration
+        for nodes, row in zip(self.node_of, self.schedule.order, strict=True):
+            first = len(duration) if self.whole else nodes.start
+            for node, action in zip(nodes, row, strict=True):
+                key, microbatch = (action.kind, action.stage, action.peer), action.microbatch
+                if key not in needs:
+                    needs[key] = list(self._needs(action, rules))
+                for producers, kind, stage, lag, sends, receives in needs[key]:
+                    before = producers.get(microbatch)
+                    if before is None:
+                        raise _missing(Action(kind, stage, microbatch), action)
+                    if sends is None:
+                        if lag or not first <= before < node:
+                            successors[before].append((node, duration[before] + lag))
+                        continue
+                    send = sends.get(microbatch)
+                    if send is None:
+                        message = Message(kind is not Kind.FORWARD, stage, action.stage, microbatch)
+                        raise CheckError(f"{message.send} is missing", where=f"needed by {action}")
+                    transfer, receive = self.transfer_of[send], receives[microbatch]
+                    successors[transfer].append((node, duration[transfer]))
+                    if not first <= receive < node:
+                        successors[receive].append((node, 0))
+
+    def _needs(self, action: Action, rules: Rules) -> Iterator[_Need]:
+        """What an action and all others of its kind and stage wait for, by the rules of `zbcompile.schedule.rules`."""
+        places, kind, stage, rank_of = (
+            self.positions,
+            action.kind,
+            action.stage,
+            self.problem.placement.rank_of,
+        )
+        if kind.is_recv:
+            return
+        if kind.is_send:
+            made = Kind.FORWARD if kind is Kind.SEND_F else Kind.BACKWARD_INPUT
+            yield _Need(
+                places.of(made, stage) if made is Kind.FORWARD else places.gradients(stage), made, stage
+            )
+            return
+        for before, lag in predecessors(action, rules, frozenset()):
+            handed_on = before.kind is Kind.BACKWARD_INPUT and kind is not Kind.BACKWARD_WEIGHT
+            made_by = places.gradients(before.stage) if handed_on else places.of(before.kind, before.stage)
+            if not self._explicit or rank_of[before.stage] == rank_of[stage]:
+                yield _Need(made_by, before.kind, before.stage, lag)
+                continue
+            message = Message(kind is not Kind.FORWARD, before.stage, stage, 0)
+            sends, receives = (places.of(a.kind, a.stage, a.peer) for a in (message.send, message.recv))
+            yield _Need(made_by, before.kind, before.stage, 0, sends, receives)
+
+    def _order(self) -> list[int]:
+        """Topological order, made once; shorter than the number of nodes when there is a cycle.
+
+        The same walk finds the longest path to every node: its earliest start.
+        """
+        if self._sorted:
+            return self._sorted
+        waits, start = [0] * len(self.duration), [0] * len(self.duration)
+        for edges in self.successors:
+            for after, _ in edges:
+                waits[after] += 1
+        order = [n for n, count in enumerate(waits) if count == 0]
+        for node in order:
+            begin = start[node]
+            for after, weight in self.successors[node]:
+                if begin + weight > start[after]:
+                    start[after] = begin + weight
+                waits[after] -= 1
+                if waits[after] == 0:
+                    order.append(after)
+        self._sorted, self._start = order, start
+        return order
+
+    def earliest(self) -> list[int] | None:
+        """Earliest start of every node in ns, or None when the graph has a cycle."""
+        return self._start if len(self._order()) == len(self.duration) else None
+
+    def latest_first_starts(self, early: list[int]) -> list[int]:
+        """Per rank: the latest start of its first compute action with every rank's end kept."""
+        late: list[int | None] = [None] * len(early)
+        firsts: list[int | None] = []
+        for nodes in self.node_of:
+            compute = [node for node in nodes if self.transfer_of[node] < 0]
+            firsts.append(compute[0] if compute else None)
+            if compute:
+                late[compute[-1]] = early[compute[-1]]
+        for node in reversed(self._order()):
+            best = late[node]
+            for after, weight in self.successors[node]:
+                limit = late[after]
+                if limit is not None and (best is None or limit - weight < best):
+                    best = limit - weight
+            late[node] = best
+        return [0 if n is None else (late[n] or 0) for n in firsts]
+
+    def times(self, rank: int, start: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Starts and ends of a rank's actions: of the transfer for a send or receive."""
+        shown = [max(node, self.transfer_of[node]) for node in self.node_of[rank]]
+        starts = tuple([start[node] for node in shown])
+        return starts, tuple([start[node] + self.duration[node] for node in shown])
+
+    def label(self, node: int) -> str:
+        """A node in words."""
+        actions = len(self.transfer_of)
+        if node >= actions:
+            return str(Message.of(self.carried[node - actions]))
+        rank = bisect_right(self.positions.base, node) - 1
+        return f"{self.schedule.order[rank][self.positions.position[node]]} on rank {rank}"
+
+    def cycle(self) -> list[int]:
+        """Nodes of one cycle, each waiting for the next one; empty when there is none."""
+        done = set(self._order())
+        if len(done) == len(self.duration):
+            return []
+        whole = EventGraph(self.schedule, self.problem, self.send_slots, self.one_communicator, whole=True)
+        waits_for: dict[int, int] = {}
+        for node, edges in enumerate(whole.successors):
+            if node not in done:
+                for after, _ in edges:
+                    if after not in done:
+                        waits_for.setdefault(after, node)
+        node, seen = min(waits_for), []
+        while node not in seen:
+            seen.append(node)
+            node = waits_for[node]
+        return seen[seen.index(node) :]
+
+
+def _missing(action: Action, needed_by: Action | Message) -> CheckError:
+    return CheckError(
+        f"{action} is missing", where=f"needed by {needed_by}", fix="add it to its rank's order"
+    )
+
+
+def describe_wait(graph: EventGraph, limit: int = 12) -> str:
+    """Who waits for whom, along one cycle of a graph that has one."""
+    nodes = graph.cycle()
+    words = [graph.label(n) for n in nodes[:limit]]
+    if len(nodes) > limit:
+        words.append(f"... {len(nodes) - limit} more ...")
+    return " waits for ".join([*words, graph.label(nodes[0])]) if nodes else "no cycle"

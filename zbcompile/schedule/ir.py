@@ -1,0 +1,248 @@
+"""The IR: kinds, actions, placements and schedules. An order of actions per rank and nothing else.
+
+Times are never stored: `zbcompile.schedule.simulate` derives them, so that one order replays under any costs.
+
+Text form of an action, which round-trips through `Action.parse`::
+
+    2F0      forward of stage 2, microbatch 0
+    2B0      gradient of stage 2's inputs          2W0   gradient of stage 2's parameters
+    2BW0     both, fused
+    2SF0>3   send stage 2's output to stage 3      3RF0<2  receive it on stage 3
+    3SB0>2   send the gradient back to stage 2     2RB0<3  receive it on stage 2
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from zbcompile.errors import FormatError, UsageError
+
+__all__ = ["MAX_COUNT", "Action", "Kind", "Placement", "Schedule"]
+
+MAX_COUNT = 1 << 20
+"""Largest number of stages, ranks or microbatches that is read from a file."""
+
+
+class Kind(enum.Enum):
+    """What an action does. Values are the names that files carry; `letter` is for the screen."""
+
+    FORWARD = "forward"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
+    FULL_BACKWARD = "full_backward"
+    SEND_F = "send_f"
+    RECV_F = "recv_f"
+    SEND_B = "send_b"
+    RECV_B = "recv_b"
+
+    letter: str
+    is_compute: bool
+    """True for F, B, W and BW."""
+    is_send: bool
+    """True for a send of an activation or of a gradient."""
+    is_recv: bool
+    """True for a receive of an activation or of a gradient."""
+
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is slow Python code
+
+
+for _kind, _letter in zip(Kind, ("F", "B", "W", "BW", "SF", "RF", "SB", "RB"), strict=True):
+    _kind.letter = _letter
+    _kind.is_compute = not _letter.startswith(("S", "R"))
+    _kind.is_send = _letter.startswith("S")
+    _kind.is_recv = _letter.startswith("R")
+_BY_LETTER = {kind.letter: kind for kind in Kind}
+_ACTION_TEXT = re.compile(r"(\d{1,7})(BW|SF|RF|SB|RB|F|B|W)(\d{1,7})(?:([<>])(\d{1,7}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a rank does for one (stage, microbatch).
+
+    ``peer`` is the other stage of a send or receive and ``None`` for compute. A send is where the
+    message is handed to the transport, a receive where its buffer is posted; the rank waits for
+    the message only at the compute action that uses it.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    peer: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.peer is None) != self.kind.is_compute:
+            wanted = "no peer" if self.kind.is_compute else "a peer stage"
+            raise UsageError(f"{self.kind.value} takes {wanted}", given=self.peer)
+
+    def __str__(self) -> str:
+        text = f"{self.stage}{self.kind.letter}{self.microbatch}"
+        if self.peer is None:
+            return text
+        return f"{text}{'>' if self.kind.is_send else '<'}{self.peer}"
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        """Read the text form. Raises `FormatError` naming the text."""
+        match = _ACTION_TEXT.fullmatch(text)
+        if match is None:
+            raise FormatError(
+                f"{text[:40]!r} is not an action",
+                fix="write stage, letter, microbatch, as 2F0 or 2SF0>3; letters are F B W BW SF RF SB RB",
+            )
+        stage, letter, microbatch, arrow, peer = match.groups()
+        kind = _BY_LETTER[letter]
+        expected = None if kind.is_compute else (">" if kind.is_send else "<")
+        if arrow != expected:
+            raise FormatError(
+                f"{text[:40]!r}: {kind.value} "
+                + ("takes no peer" if expected is None else f"needs a peer written '{expected}stage'"),
+            )
+        return Action(kind, int(stage), int(microbatch), None if peer is None else int(peer))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which rank runs which stage: ``rank_of[stage]``. Every rank holds at least one stage."""
+
+    rank_of: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rank_of:
+            raise UsageError("a placement needs at least one stage")
+        ranks = set(self.rank_of)
+        if ranks != set(range(len(ranks))):
+            raise UsageError(
+                "a placement must use the ranks 0, 1, ... without a hole",
+                given=sorted(ranks),
+                fix="number the ranks from 0 and give every rank a stage",
+            )
+
+    @staticmethod
+    def linear(num_ranks: int) -> Placement:
+        """One stage per rank, in order."""
+        return Placement(tuple(range(num_ranks)))
+
+    @staticmethod
+    def looped(num_ranks: int, stages_per_rank: int = 2) -> Placement:
+        """Stage s on rank s mod p (Megatron's interleaving, arXiv 2104.04473, section 2.2)."""
+        return Placement(tuple(range(num_ranks)) * stages_per_rank)
+
+    @staticmethod
+    def v(num_ranks: int, stages_per_rank: int = 2) -> Placement:
+        """Down and back up again: 0 1 .. p-1 p-1 .. 1 0 (arXiv 2405.15362, section 3)."""
+        down = tuple(range(num_ranks))
+        return Placement(
+            tuple(r for turn in range(stages_per_rank) for r in (down if turn % 2 == 0 else down[::-1]))
+        )
+
+    @staticmethod
+    def named(name: str, num_ranks: int, stages_per_rank: int = 1) -> Placement:
+        """`linear`, `looped` or `v` by name."""
+        if name == "linear" and stages_per_rank == 1:
+            return Placement.linear(num_ranks)
+        if name == "looped":
+            return Placement.looped(num_ranks, stages_per_rank)
+        if name == "v":
+            return Placement.v(num_ranks, stages_per_rank)
+        raise UsageError(
+            f"unknown placement {name!r} for {stages_per_rank} stages per rank",
+            fix="use linear (one stage per rank), looped, v, or an explicit list of ranks",
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.rank_of)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return max(self.rank_of) + 1
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Stages on a rank, in increasing order."""
+        return tuple(s for s, r in enumerate(self.rank_of) if r == rank)
+
+    @property
+    def name(self) -> str:
+        """`linear`, `looped`, `v` or `map`."""
+        p, n = self.num_ranks, self.num_stages
+        if n % p == 0:
+            if self == Placement.looped(p, n // p):
+                return "linear" if n == p else "looped"
+            if self == Placement.v(p, n // p):
+                return "v"
+        return "map"
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """An order of actions for every rank. ``order[rank]`` is what the rank does, first to last."""
+
+    placement: Placement
+    num_microbatches: int
+    order: tuple[tuple[Action, ...], ...]
+
+    @staticmethod
+    def of(placement: Placement, num_microbatches: int, order: Sequence[Iterable[Action]]) -> Schedule:
+        """Build from any sequences."""
+        return Schedule(placement, num_microbatches, tuple(tuple(row) for row in order))
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the placement."""
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of the placement."""
+        return self.placement.num_stages
+
+    def actions(self) -> Iterator[tuple[int, int, Action]]:
+        """All actions as (rank, position, action)."""
+        for rank, row in enumerate(self.order):
+            for position, action in enumerate(row):
+                yield rank, position, action
+
+    def compute_only(self) -> Schedule:
+        """The same order without sends and receives."""
+        return Schedule.of(
+            self.placement,
+            self.num_microbatches,
+            [[a for a in row if a.kind.is_compute] for row in self.order],
+        )
+
+    @property
+    def has_communication(self) -> bool:
+        """True once `insert_comm` has run."""
+        return any(not a.kind.is_compute for row in self.order for a in row)
+
+    def __str__(self) -> str:
+        head = f"placement {' '.join(map(str, self.placement.rank_of))}\nmicrobatches {self.num_microbatches}"
+        rows = (f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.order))
+        return "\n".join((head, *rows)) + "\n"
+
+    @staticmethod
+    def parse(text: str) -> Schedule:
+        """Read what ``str(schedule)`` wrote. Raises `FormatError` with the line number."""
+        lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        if len(lines) < 3 or not lines[0][1].startswith("placement "):
+            raise FormatError("not a schedule text: expected 'placement', 'microbatches' and 'rank' lines")
+        try:
+            placement = Placement(tuple(int(w) for w in lines[0][1].split()[1:]))
+            word, count = lines[1][1].split()
+            if word != "microbatches":
+                raise ValueError(f"expected 'microbatches', got {word!r}")
+            num_microbatches = int(count)
+        except ValueError as error:
+            raise FormatError(f"broken schedule text: {error}", where="lines 1-2") from None
+        order = []
+        for rank, (number, line) in enumerate(lines[2:]):
+            head, _, body = line.partition(":")
+            if head != f"rank {rank}":
+                raise FormatError(f"expected 'rank {rank}:'", where=f"line {number}", given=head[:40])
+            order.append([Action.parse(word) for word in body.split()])
+        return Schedule.of(placement, num_microbatches, order)

@@ -1,0 +1,72 @@
+"""What the planner returns: an order, the problem it solves, and a certificate of how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from zbcompile.errors import UsageError
+from zbcompile.schedule.ir import Schedule
+from zbcompile.schedule.problem import Problem
+
+__all__ = ["Certificate", "Solution"]
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """How good an order is, and why: enough to check the claim by hand.
+
+    value_ns : span or makespan of the order, as `simulate` gives it.
+    bound_ns : no order of this problem is shorter.
+    method : what proved the bound: ``window_chain``, ``enclosing_pair``, ``crossing``,
+        ``area``, ``work``, ``cp_sat``, ...
+    witness : the bound's evidence: plain JSON values (rank, windows, pair, terms of the sum).
+    """
+
+    objective: str
+    value_ns: int
+    bound_ns: int
+    method: str
+    witness: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.bound_ns <= self.value_ns:
+            raise UsageError(
+                "a lower bound cannot exceed the value it bounds",
+                needed=f"0 <= bound <= {self.value_ns} ns",
+                given=self.bound_ns,
+            )
+
+    @property
+    def is_optimal(self) -> bool:
+        """True only when the value equals the bound."""
+        return self.value_ns == self.bound_ns
+
+    @property
+    def gap(self) -> float:
+        """(value - bound) / value, 0.0 when optimal."""
+        return (self.value_ns - self.bound_ns) / self.value_ns if self.value_ns else 0.0
+
+    @property
+    def status(self) -> str:
+        """``OPTIMAL``, or the gap in per cent, rounded up so that it never reads as less than it is."""
+        if self.is_optimal:
+            return "OPTIMAL"
+        hundredths = -(-10_000 * (self.value_ns - self.bound_ns) // self.value_ns)
+        return f"gap {hundredths // 100}.{hundredths % 100:02d} %"
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """An order for a problem, with its certificate.
+
+    problem : its profile already has one variant per stage fixed.
+    variants : which one, per stage (0: the stage itself).
+    origin : how the order was found (``classic ZB-H1``, ``greedy``, ``search``, ``cp_sat``, ``imported``).
+    """
+
+    problem: Problem
+    schedule: Schedule
+    certificate: Certificate
+    variants: tuple[int, ...] = ()
+    origin: str = ""
