@@ -36,7 +36,7 @@ from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.launch import spawn, spawn_outcomes
 from zbcompile.runtime.sleeping import sleeping_stages
-from zbcompile.runtime.verbs import Setup, Step
+from zbcompile.runtime.verbs import PipelineSpec, Step
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
@@ -112,7 +112,7 @@ def our_steps(
 ) -> list[tuple[float, float]]:
     """The same for our runtime."""
     device = torch.device("cpu")
-    setup = Setup(sleeping_stages(costs, device), schedule.placement, schedule.num_microbatches)
+    setup = PipelineSpec(sleeping_stages(costs, device), schedule.placement, schedule.num_microbatches)
     runner = DistributedRunner(PipelineGroup(None, 60.0), setup, texts[rank], device, 60.0)
     found = []
     for _ in range(ROUNDS + 1):

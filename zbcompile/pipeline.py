@@ -8,7 +8,7 @@ from typing import Any, overload
 
 from torch import Tensor, nn
 
-from zbcompile.compiler.compiled import Asked, Built, build
+from zbcompile.compiler.compiled import Asked, CompiledPipeline, build
 from zbcompile.compiler.driver import Observer, dump_to, quiet, read_profile, read_schedule
 from zbcompile.errors import UsageError
 from zbcompile.formats.measured_json import Measured
@@ -163,7 +163,7 @@ class Pipeline(Sequence[Stage]):
 
     def __init__(self, asked: Asked, observer: Observer) -> None:
         self._asked, self._observer = asked, observer
-        self._built: Built | None = None
+        self._built: CompiledPipeline | None = None
         self.step_number = 0
         """Number of the next step; with the seed it chooses the dropout masks. Set it to repeat a step."""
         self.loss_scale = 1.0
@@ -307,7 +307,7 @@ class Pipeline(Sequence[Stage]):
         for parameter in self.parameters():
             parameter.grad = None
 
-    def _ready(self) -> Built:
+    def _ready(self) -> CompiledPipeline:
         if self._built is None:
             raise UsageError(
                 "the model is not captured yet", fix="give compile() example_args, or call step() once"

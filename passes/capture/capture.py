@@ -22,7 +22,7 @@ from zbcompile.passes import torch_private
 from zbcompile.passes.aliasing import StorageGroups, viewed_arguments
 from zbcompile.passes.capture.collection import collection_paused
 from zbcompile.passes.capture.custom_functions import FunctionCall, intercepted
-from zbcompile.passes.capture.meta_capture import stand_ins
+from zbcompile.passes.capture.meta_capture import on_planned_device
 from zbcompile.passes.capture.modes import modes_seen
 from zbcompile.passes.capture.nested_values import Spec, flatten, unflatten
 from zbcompile.passes.capture.refusals import (
@@ -33,7 +33,7 @@ from zbcompile.passes.capture.refusals import (
 )
 from zbcompile.passes.capture.trace_guards import (
     Changes,
-    Watch,
+    TraceGuard,
     attributes_kept,
     random_kept,
     repeated,
@@ -97,7 +97,7 @@ class _Record:
     def __init__(self, whole: nn.Module) -> None:
         self.held = {id(tensor): name for name, tensor in _named(whole)}
         self.changes = Changes()
-        self.watch = Watch({})
+        self.watch = TraceGuard({})
 
 
 class _Whole(nn.Module):
@@ -137,7 +137,7 @@ class _Whole(nn.Module):
         before = torch_private.assigned_buffers(tables)
         as_eager = torch_private.as_in_eager() if self.eager else contextlib.nullcontext()
         record, now = self.record, dict(_named(tables))
-        record.watch = Watch({key: now[name] for key, name in record.held.items()})
+        record.watch = TraceGuard({key: now[name] for key, name in record.held.items()})
         hooks, kept = torch_private.without_tensor_hooks(), unchanged(tables, record.changes)
         with as_eager, modes_seen(), hooks, kept, record.watch:
             value = self.model(*args, **kwargs)
@@ -181,7 +181,7 @@ def capture(
     record = _Record(whole)
     with (
         intercepted() as functions,
-        stand_ins(whole, tensors, device) as (examples, mode),
+        on_planned_device(whole, tensors, device) as (examples, mode),
         attributes_kept(model, whole),
         random_kept(),
         collection_paused(),

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from zbcompile.errors import CaptureError, UsageError
 from zbcompile.passes import torch_private
 
-__all__ = ["PlannedDevice", "planned_device", "stand_ins"]
+__all__ = ["PlannedDevice", "planned_device", "on_planned_device"]
 
 _META = torch.device("meta")
 
@@ -64,7 +64,7 @@ def _has_backend(device: torch.device) -> bool:
 
 
 @contextlib.contextmanager
-def stand_ins(
+def on_planned_device(
     model: nn.Module, examples: Sequence[Tensor], device: torch.device | str | None = None
 ) -> Iterator[tuple[list[Tensor], contextlib.AbstractContextManager[object]]]:
     """Examples to capture with and the mode to run the forward under.

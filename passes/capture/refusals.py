@@ -12,7 +12,7 @@ from torch.fx import Graph
 from zbcompile.errors import CaptureError, ZBCompileError
 from zbcompile.passes import torch_private
 from zbcompile.passes.aliasing import StorageGroups
-from zbcompile.passes.capture.trace_guards import Changes, Watch
+from zbcompile.passes.capture.trace_guards import Changes, TraceGuard
 from zbcompile.passes.provenance import is_own_file, is_torch_file
 
 __all__ = [
@@ -74,7 +74,7 @@ _REASONS = (
 )
 
 
-def explain(model: nn.Module, whole: nn.Module, error: BaseException, watch: Watch) -> ZBCompileError:
+def explain(model: nn.Module, whole: nn.Module, error: BaseException, watch: TraceGuard) -> ZBCompileError:
     """A CaptureError that names op, source line and module path (of the model, or of its loss in
     ``whole``); errors of this package pass through."""
     if isinstance(error, ZBCompileError):

@@ -1,6 +1,6 @@
 """What a model's forward does while it is traced that a graph cannot hold: seen at once, named by line.
 
-Every torch function passes through `Watch`. It puts a parameter that the code holds outside of the modules
+Every torch function passes through `TraceGuard`. It puts a parameter that the code holds outside of the modules
 (in a list, a closure) in the place of its traced stand-in, turns ``.data`` into ``.detach()``, refuses what
 would lose a gradient without a word, and remembers the call that failed. `unchanged` refuses state that is
 kept from call to call outside of parameters and buffers: the graph would keep its first value for ever.
@@ -23,7 +23,7 @@ from zbcompile.errors import CaptureError
 from zbcompile.passes import torch_private
 from zbcompile.passes.provenance import place_of_caller
 
-__all__ = ["Changes", "Watch", "attributes_kept", "random_kept", "repeated", "unchanged"]
+__all__ = ["Changes", "TraceGuard", "attributes_kept", "random_kept", "repeated", "unchanged"]
 
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
@@ -31,7 +31,7 @@ _READS = (torch.Tensor.item, torch.Tensor.tolist)
 _PLAIN_NUMBERS = (bool, int, float)
 
 
-class Watch(TorchFunctionMode):
+class TraceGuard(TorchFunctionMode):
     """Active while the forward is traced.
 
     stand_ins : id of a parameter or buffer -> what stands for it in the trace. After a failure ``failed`` is
@@ -39,9 +39,9 @@ class Watch(TorchFunctionMode):
     ``transform`` is where a torch.func transform was seen, ``suspect`` where a value became a leaf.
     """
 
-    def __init__(self, stand_ins: Mapping[int, Tensor]) -> None:
+    def __init__(self, on_planned_device: Mapping[int, Tensor]) -> None:
         super().__init__()
-        self.stand_ins = stand_ins
+        self.on_planned_device = on_planned_device
         self.failed = ""
         self.read = self.suspect = ""
         self.transform = ""
@@ -98,7 +98,7 @@ class Watch(TorchFunctionMode):
             same = all(a is b for a, b in zip(items, value, strict=True))
             return value if same or type(value) not in (tuple, list) else type(value)(items)
         if type(value) is Tensor or type(value) is nn.Parameter:
-            found = self.stand_ins.get(id(value))
+            found = self.on_planned_device.get(id(value))
             if found is None and value.requires_grad and not torch_private.is_wrapped(value):
                 raise CaptureError(
                     f"a tensor {list(value.shape)} that requires a gradient is no parameter of the model: "

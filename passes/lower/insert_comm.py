@@ -20,13 +20,13 @@ from zbcompile.schedule.event_graph import EventGraph, describe_wait
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.problem import Problem
 
-__all__ = ["Lowered", "insert_comm", "keep_comm"]
+__all__ = ["CommSchedule", "insert_comm", "keep_comm"]
 
 _TRIED = ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (3, 3), (4, 4), (8, 8))
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
+class CommSchedule:
     """An order with its communication. depth, send_slots : per channel; None: any number.
 
     value_ns : its predicted span or makespan, as the problem's objective says. one_communicator : planned
@@ -40,7 +40,7 @@ class Lowered:
     one_communicator: bool = False
 
 
-def insert_comm(schedule: Schedule, problem: Problem, *, one_communicator: bool = False) -> Lowered:
+def insert_comm(schedule: Schedule, problem: Problem, *, one_communicator: bool = False) -> CommSchedule:
     """Put the sends and receives in. Raises `CheckError` when the transport would deadlock.
 
     one_communicator : for a library that is given a single communicator: one global order of messages.
@@ -48,34 +48,34 @@ def insert_comm(schedule: Schedule, problem: Problem, *, one_communicator: bool 
     """
     if one_communicator:
         lowered = insert_in_total_order(schedule, problem)
-        return Lowered(lowered, None, None, _least(lowered, problem, True), True)
+        return CommSchedule(lowered, None, None, _least(lowered, problem, True), True)
     if problem.transport != "async":
         lowered = insert_communication(schedule, problem)
-        return Lowered(lowered, None, None, _least(lowered, problem))
+        return CommSchedule(lowered, None, None, _least(lowered, problem))
     many = max(1, len(problem.profile.edges) * problem.num_microbatches)
     unbounded = insert_communication(schedule, problem, many)
-    best = Lowered(unbounded, None, None, _least(unbounded, problem))
+    best = CommSchedule(unbounded, None, None, _least(unbounded, problem))
     for depth, slots in _TRIED:
         lowered = insert_communication(schedule, problem, depth)
         value = _value(lowered, problem, slots)
         if value is not None and value <= best.value_ns:
-            return Lowered(lowered, depth, slots, value)
+            return CommSchedule(lowered, depth, slots, value)
     return best
 
 
-def keep_comm(schedule: Schedule, problem: Problem) -> Lowered:
+def keep_comm(schedule: Schedule, problem: Problem) -> CommSchedule:
     """For an order that comes with its communication: the fewest send slots that cost no time.
 
     Raises `CheckError` when its messages can hang.
     """
     value = _least(schedule, problem)
     if problem.transport != "async":
-        return Lowered(schedule, None, None, value)
+        return CommSchedule(schedule, None, None, value)
     for slots in (1, 2, 3, 4, 8):
         found = _value(schedule, problem, slots)
         if found is not None and found <= value:
-            return Lowered(schedule, None, slots, value)
-    return Lowered(schedule, None, None, value)
+            return CommSchedule(schedule, None, slots, value)
+    return CommSchedule(schedule, None, None, value)
 
 
 def _value(

@@ -34,7 +34,7 @@ from zbcompile.passes.split.backends import recompute_seconds
 from zbcompile.passes.split.boxed import boxed
 from zbcompile.passes.split.refusals import explain_split
 from zbcompile.passes.split.save_set import Phase, cut, leaves
-from zbcompile.passes.split.stage_graphs import Graphs, Layout, Port, StageGraphs
+from zbcompile.passes.split.stage_graphs import CallLayout, Graphs, Port, StageGraphs
 from zbcompile.passes.split.structural_hash import renamed, structural_hash
 
 __all__ = ["Recompute", "split_backward"]
@@ -353,7 +353,7 @@ class _StageSplit:
             boxed(module, weight_args, list(late.values()), "backward_weight"),
             boxed(module, full_args, [*self.input_grads.values(), *grads], "full_backward"),
         )
-        layout = Layout(
+        layout = CallLayout(
             tuple(self.arguments[n] for n in kept),
             tuple(pool.index(n) for n in input_args),
             tuple(pool.index(n) for n in carried),

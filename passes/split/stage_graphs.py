@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-__all__ = ["Graphs", "Layout", "Port", "Saved", "StageGraphs"]
+__all__ = ["Graphs", "CallLayout", "Port", "Saved", "StageGraphs"]
 
 Saved = list[Any]
 """What one phase leaves for the next. Owned by the caller; ``run_*`` take it over and clear it."""
@@ -59,7 +59,7 @@ class Graphs:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CallLayout:
     """Which argument of one graph is which value of the one before. All are positions.
 
     forward:          arguments  = parameters + buffers + constants + inputs
@@ -105,7 +105,7 @@ class StageGraphs:
     mutated: tuple[str, ...]
     constants: tuple[Tensor, ...]
     graphs: Graphs
-    layout: Layout
+    layout: CallLayout
     saved_bytes: int
     saved_for_weight_bytes: int
     calls: tuple[Callable[[list[Any]], Any], ...]

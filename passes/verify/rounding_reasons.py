@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zbcompile.compiler.stages import FrontEndResult
+from zbcompile.compiler.stages import StagedModel
 from zbcompile.passes.capture.constant_masks import is_mask_of_transformers
 
 __all__ = ["ATOMIC", "GAPS", "INDUCTOR", "MASK", "SHARED", "TIED", "reasons_of", "tolerance_of"]
@@ -29,7 +29,7 @@ _ATOMIC = (
 """What ``torch.use_deterministic_algorithms`` documents as nondeterministic on CUDA, by part of its name."""
 
 
-def tolerance_of(front: FrontEndResult) -> float:
+def tolerance_of(front: StagedModel) -> float:
     """The largest relative error that a named reason may explain: by backend and narrowest dtype."""
     base = INDUCTOR_TOLERANCE if front.backend != "eager" else FLOAT32_TOLERANCE
     found = {
@@ -42,7 +42,7 @@ def tolerance_of(front: FrontEndResult) -> float:
     return max([base, *(2 * eps for eps in narrow)])
 
 
-def reasons_of(front: FrontEndResult) -> Callable[[str, str], str]:
+def reasons_of(front: StagedModel) -> Callable[[str, str], str]:
     """(kind, name) -> why that value may differ in its last bits; "" where it must be equal."""
     holders: dict[str, list[int]] = {}
     for stage in front.stages:
@@ -64,7 +64,7 @@ def reasons_of(front: FrontEndResult) -> Callable[[str, str], str]:
     return reason
 
 
-def _last_shared(front: FrontEndResult) -> int:
+def _last_shared(front: StagedModel) -> int:
     """The last stage with an output whose gradient is a sum that autograd takes in other parts; else -1.
 
     Autograd adds use by use, from the last to the first; here each stage adds its own uses first. That is
@@ -79,17 +79,17 @@ def _last_shared(front: FrontEndResult) -> int:
     return found
 
 
-def _uses(front: FrontEndResult, stage: int, name: str) -> int:
+def _uses(front: StagedModel, stage: int, name: str) -> int:
     graph = front.sources[stage].module.graph
     hole = next(node for node in graph.find_nodes(op="placeholder") if node.name == name)
     return sum(user.all_input_nodes.count(hole) or 1 for user in hole.users)
 
 
-def _has_built_mask(front: FrontEndResult) -> bool:
+def _has_built_mask(front: StagedModel) -> bool:
     return any(is_mask_of_transformers(node) for node in front.captured.module.graph.nodes)
 
 
-def _crosses_with_gaps(front: FrontEndResult) -> bool:
+def _crosses_with_gaps(front: StagedModel) -> bool:
     """Whether some value is sent in other strides than it was traced with where it arrives, or a gradient
     (of a value with one user: sums have no gaps) in others than it was made with."""
     outputs = {port.name: port for stage in front.stages for port in stage.outputs}
@@ -116,7 +116,7 @@ def _steps(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(step for size, step in zip(shape, stride, strict=True) if size > 1)
 
 
-def _adds_in_no_order(front: FrontEndResult) -> bool:
+def _adds_in_no_order(front: StagedModel) -> bool:
     if all(port.device.type == "cpu" for stage in front.stages for port in (*stage.inputs, *stage.outputs)):
         return False
     graphs = (graph for stage in front.stages for graph in (stage.graphs.forward, stage.graphs.full_backward))

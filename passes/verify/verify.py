@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbcompile.compiler.stages import FrontEndResult
+from zbcompile.compiler.stages import StagedModel
 from zbcompile.errors import SplitError, UsageError
 from zbcompile.passes import torch_private
 from zbcompile.passes.capture.nested_values import flatten, unflatten
@@ -77,7 +77,7 @@ class VerifyReport:
 
 def verify(
     model: nn.Module,
-    front: FrontEndResult,
+    front: StagedModel,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     target: Any = None,
@@ -121,7 +121,7 @@ _Found = dict[str, dict[str, "Tensor | None"]]
 
 
 def _reference(
-    model: nn.Module, front: FrontEndResult, batch: list[Tensor], loss_fn: Callable[..., Tensor] | None
+    model: nn.Module, front: StagedModel, batch: list[Tensor], loss_fn: Callable[..., Tensor] | None
 ) -> _Found:
     args, kwargs, target = unflatten(front.input_spec, [tensor.clone() for tensor in batch])
     with torch.enable_grad():
@@ -160,7 +160,7 @@ def _autograd(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
     return {name: parameter.grad for name, parameter in named.items()}
 
 
-def _stages(model: nn.Module, front: FrontEndResult, batch: list[Tensor]) -> _Found:
+def _stages(model: nn.Module, front: StagedModel, batch: list[Tensor]) -> _Found:
     state = {name: p.detach() for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     outputs, saves = run_forward(front.stages, state | buffers, [tensor.clone() for tensor in batch])
@@ -227,7 +227,7 @@ def _norm(value: Tensor) -> float:
     return float(torch.linalg.vector_norm(_wide(value.detach())))
 
 
-def _mismatch(front: FrontEndResult, value: Deviation, count: int, allowed: float) -> SplitError:
+def _mismatch(front: StagedModel, value: Deviation, count: int, allowed: float) -> SplitError:
     module, _, leaf = value.name.rpartition(".")
     holders = [str(s.index) for s in front.stages if value.name in (*s.trainable, *s.buffers)]
     if value.kind == "output":

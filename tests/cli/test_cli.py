@@ -49,7 +49,7 @@ def schedule_path(tmp_path: Path) -> Path:
     path = tmp_path / "schedule.json"
     path.write_text(
         schedule_json.dumps(
-            ScheduleFile(schedule, problem, Certificate("span", value, value, "window_chain"))
+            ScheduleFile(schedule, problem, Certificate("span", value, value, "memory_windows"))
         )
     )
     return path

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.compiler.graph_text import dump_graphs, graph_text
-from zbcompile.compiler.stages import FrontEndResult, build_stages
+from zbcompile.compiler.stages import StagedModel, build_stages
 from zbcompile.errors import UsageError
 
 
@@ -23,7 +23,7 @@ class Layer(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def front() -> FrontEndResult:
+def front() -> StagedModel:
     model = nn.Sequential(Layer(), Layer(), Layer(), Layer())
     return build_stages(
         model, 4, (torch.ones(3, 4),), target=torch.ones(3, 4), loss_fn=nn.functional.mse_loss,
@@ -31,7 +31,7 @@ def front() -> FrontEndResult:
     )  # fmt: skip
 
 
-def test_nodes_keep_module_path_and_source(front: FrontEndResult) -> None:
+def test_nodes_keep_module_path_and_source(front: StagedModel) -> None:
     for graph in (front.stages[0].graphs.forward, front.stages[1].graphs.backward_input):
         calls = [node for node in graph.graph.nodes if node.op == "call_function"]
         assert calls
@@ -40,13 +40,13 @@ def test_nodes_keep_module_path_and_source(front: FrontEndResult) -> None:
         assert product.meta["source"].startswith("torch/nn/modules/linear.py:")
 
 
-def test_print_readable_names_the_module(front: FrontEndResult) -> None:
+def test_print_readable_names_the_module(front: StagedModel) -> None:
     text = front.stages[0].graphs.forward.print_readable(print_output=False)
     assert " in 0.proj, code: return F.linear(" in text
     assert "f32[3, 4]" in text
 
 
-def test_files_per_stage_and_phase(front: FrontEndResult, tmp_path: Path) -> None:
+def test_files_per_stage_and_phase(front: StagedModel, tmp_path: Path) -> None:
     paths = dump_graphs(front, tmp_path / "dump")
     names = ["forward", "backward_input", "backward_weight", "full_backward"]
     assert [str(p.relative_to(tmp_path / "dump")) for p in paths] == [
@@ -62,7 +62,7 @@ def test_files_per_stage_and_phase(front: FrontEndResult, tmp_path: Path) -> Non
     assert not list(tmp_path.rglob("*.tmp*"))
 
 
-def test_a_place_that_cannot_be_written(front: FrontEndResult, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written(front: StagedModel, tmp_path: Path) -> None:
     (tmp_path / "stage-0").mkdir()
     (tmp_path / "stage-0" / "forward.txt").mkdir()
     with pytest.raises(UsageError):

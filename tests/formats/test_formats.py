@@ -154,7 +154,7 @@ def small_solution() -> Solution:
     )
     value = simulate(order, problem).span_ns
     witness = {"rank": 0, "windows": [0]}
-    certificate = Certificate("span", value, value, "window_chain", witness)
+    certificate = Certificate("span", value, value, "memory_windows", witness)
     return Solution(problem, insert_communication(order, problem), certificate, (0, 0), "by hand")
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from zbcompile.cli.main import main
 from zbcompile.formats import profile_json
-from zbcompile.planner.core.instance import Flat
+from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.exact.model import solve_exact
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.problem import Problem
@@ -27,8 +27,8 @@ CAP = 3 * STAGE.saved_bytes
 def test_a_question_leaves_the_signal_as_it_was() -> None:
     """The first ends by itself, the second is interrupted; after both, Ctrl-C is Python's."""
     running = set(threading.enumerate())  # earlier tests may have left some
-    solve_exact(Flat.of(Problem.of(PROFILE, None, 1, CAP)), lower=0)
-    hard = Flat.of(Problem.of(PROFILE, None, 24, CAP))
+    solve_exact(Instance.of(Problem.of(PROFILE, None, 1, CAP)), lower=0)
+    hard = Instance.of(Problem.of(PROFILE, None, 24, CAP))
     begin = time.monotonic()
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()

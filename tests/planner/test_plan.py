@@ -9,10 +9,10 @@ import pytest
 from tests.planner.starts.test_classic import paper_problem
 from zbcompile.errors import InfeasibleError, UsageError
 from zbcompile.planner.bounds.analytic import best_bound
-from zbcompile.planner.core.instance import Flat
+from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.exact import proofs
 from zbcompile.planner.exact.model import ExactResult
-from zbcompile.planner.incumbent import Best
+from zbcompile.planner.incumbent import Incumbent
 from zbcompile.planner.plan import Progress, plan
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.schedule.check import check
@@ -95,16 +95,16 @@ def test_questions_that_are_not_answered_are_not_asked_again(monkeypatch: pytest
     """Times of a few ns leave no step below one: each question is asked further down, then it ends."""
     asked = []
 
-    def silent(flat: Flat, value_ns: int, **_: object) -> ExactResult:
+    def silent(instance: Instance, value_ns: int, **_: object) -> ExactResult:
         asked.append(value_ns)
         return ExactResult(None, None, 0, False, 0.0)
 
     monkeypatch.setattr(proofs, "ask_below", silent)
     problem = Problem.of(Profile.uniform(StageCost.simple(2, 2, 1, 2, 1), 8, 1), Placement.v(4), 4, 16)
-    best = Best(problem, best_bound(problem), time_limit_s=60)
-    best.offer(one_at_a_time(best.flat), "test")
-    assert best.value is not None
-    proofs.prove_from_below(best, 0)
-    assert asked[0] <= best.value
+    incumbent = Incumbent(problem, best_bound(problem), time_limit_s=60)
+    incumbent.offer(one_at_a_time(incumbent.instance), "test")
+    assert incumbent.value is not None
+    proofs.prove_from_below(incumbent, 0)
+    assert asked[0] <= incumbent.value
     assert asked == sorted(set(asked), reverse=True)
-    assert asked[-1] == best.bound.value_ns + 1
+    assert asked[-1] == incumbent.bound.value_ns + 1

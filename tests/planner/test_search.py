@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from tests.support.planner_cases import random_placement, random_problem
 from zbcompile.planner.core.dispatch import Dispatcher
-from zbcompile.planner.core.instance import Flat, to_schedule
+from zbcompile.planner.core.instance import Instance, to_schedule
 from zbcompile.planner.core.score import evaluate, fits
 from zbcompile.planner.improve.anneal import Annealer
-from zbcompile.planner.improve.redispatch import rewoven
+from zbcompile.planner.improve.redispatch import redispatched
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts import classic
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.planner.starts.offset_keys import mutate, standard_patterns, waves_of
-from zbcompile.planner.starts.stretch import short_flat, stretch
+from zbcompile.planner.starts.stretch import short_instance, stretch
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -76,15 +76,15 @@ def test_annealing_keeps_orders_legal_and_never_longer(seed: int) -> None:
     ranks = rng.randint(1, 4)
     placement = random_placement(rng, ranks) if rng.random() < 0.7 else None
     problem = random_problem(rng, ranks=ranks, microbatches=rng.randint(1, 5), placement=placement)
-    flat = Flat.of(problem)
-    before = one_at_a_time(flat)
-    annealer = Annealer(flat)
+    instance = Instance.of(problem)
+    before = one_at_a_time(instance)
+    annealer = Annealer(instance)
     after = annealer.run(before, 300, seed=seed)
     check(to_schedule(after, problem), problem)
-    measured, started = evaluate(flat, after), evaluate(flat, before)
+    measured, started = evaluate(instance, after), evaluate(instance, before)
     assert measured is not None
     assert started is not None
-    which = 0 if flat.objective == "span" else 1
+    which = 0 if instance.objective == "span" else 1
     assert measured[which] <= started[which]
     score = annealer.score(after)
     assert score is not None
@@ -103,10 +103,12 @@ def some_problem(seed: int) -> tuple[Problem, random.Random]:
 def test_dispatch_fits_and_finishes_under_any_keys(seed: int) -> None:
     """No limit on microbatches in flight: the reserve for deeper stages alone rules out a lock-up."""
     problem, rng = some_problem(seed)
-    flat = Flat.of(problem)
-    actions = 3 * flat.num_stages * flat.num_microbatches
+    instance = Instance.of(problem)
+    actions = 3 * instance.num_stages * instance.num_microbatches
     keys = [rng.randint(0, 50) for _ in range(actions)]
-    codes = Dispatcher(flat).run(keys, [flat.num_microbatches] * flat.num_stages, rng.choice((0, 50, 100)))
+    codes = Dispatcher(instance).run(
+        keys, [instance.num_microbatches] * instance.num_stages, rng.choice((0, 50, 100))
+    )
     assert codes is not None
     check(to_schedule(codes, problem), problem)
 
@@ -117,9 +119,9 @@ def test_gaps_are_the_waits_for_messages(seed: int) -> None:
     """Of every order met on the way; `simulate` is the oracle."""
     problem, _ = some_problem(seed)
     problem = problem.with_(objective="makespan")
-    flat = Flat.of(problem)
-    annealer = Annealer(flat)
-    codes = annealer.run(one_at_a_time(flat), 100, seed=seed)
+    instance = Instance.of(problem)
+    annealer = Annealer(instance)
+    codes = annealer.run(one_at_a_time(instance), 100, seed=seed)
     timeline = simulate(to_schedule(codes, problem), problem)
     expected = [
         start - end
@@ -134,8 +136,8 @@ def test_search_is_shorter_than_the_published_order_at_half_memory() -> None:
     profile = Profile.uniform(StageCost.simple(30, 29, 20, 34, 16), 8, 1)
     problem = Problem.of(profile, Placement.v(4), 12, 34 * 2 * 3)
     published = dict(classic.orders_for(problem))["V-Half"]
-    flat = Flat.of(problem)
-    annealer = Annealer(flat)
+    instance = Instance.of(problem)
+    annealer = Annealer(instance)
     before, after = (annealer.score(codes) for codes in (published, annealer.run(published, 3000, seed=1)))
     assert before is not None
     assert after is not None
@@ -146,12 +148,12 @@ def test_patterns_decode_on_every_placement() -> None:
     rng = random.Random(0)
     for placement in (Placement.v(4), Placement.looped(3, 3), Placement((0, 1, 1, 2, 0)), Placement.v(2, 3)):
         profile = Profile.uniform(StageCost.simple(3, 3, 2), placement.num_stages, 1)
-        flat = Flat.of(Problem.of(profile, placement, 6))
-        dispatcher = Dispatcher(flat)
-        for pattern in standard_patterns(len(waves_of(flat)), flat.num_ranks):
-            keys, flying = mutate(pattern, rng).keys(flat)
+        instance = Instance.of(Problem.of(profile, placement, 6))
+        dispatcher = Dispatcher(instance)
+        for pattern in standard_patterns(len(waves_of(instance)), instance.num_ranks):
+            keys, flying = mutate(pattern, rng).keys(instance)
             codes = dispatcher.run(keys, flying)
-            assert codes is None or evaluate(flat, codes) is not None
+            assert codes is None or evaluate(instance, codes) is not None
 
 
 def test_a_stretched_order_keeps_its_bubble() -> None:
@@ -162,13 +164,15 @@ def test_a_stretched_order_keeps_its_bubble() -> None:
     solution = plan(short, time_limit_s=30)
     from zbcompile.planner.core.instance import to_codes
 
-    flat = Flat.of(long)
-    found = stretch(flat, to_codes(solution.schedule), 12, Annealer(flat))
+    instance = Instance.of(long)
+    found = stretch(instance, to_codes(solution.schedule), 12, Annealer(instance))
     assert found
-    assert all(fits(flat, codes) for codes in found)
-    measured = evaluate(flat, found[0])
+    assert all(fits(instance, codes) for codes in found)
+    measured = evaluate(instance, found[0])
     assert measured is not None
-    assert measured[1] - flat.work(0) <= solution.certificate.value_ns - short_flat(flat, 12).work(0)
+    assert measured[1] - instance.work(0) <= solution.certificate.value_ns - short_instance(
+        instance, 12
+    ).work(0)
 
 
 @pytest.mark.parametrize("objective", ["span", "makespan"])
@@ -186,15 +190,15 @@ def test_published_orders_are_placed_anew() -> None:
     """ZB-V made for equal times, under times that are not: shorter orders, legal, the same twice."""
     stage = StageCost.simple(11_347, 11_248, 8_132, 34, 16)
     problem = Problem.of(Profile.uniform(stage, 16, 754), Placement.v(8), 16, 16 * 34)
-    flat = Flat.of(problem)
+    instance = Instance.of(problem)
     given = dict(classic.orders_for(problem))["ZB-V"]
-    annealer, dispatcher = Annealer(flat), Dispatcher(flat)
+    annealer, dispatcher = Annealer(instance), Dispatcher(instance)
     before = annealer.score(given)
     assert before is not None
-    found = rewoven(flat, given, annealer, dispatcher, 60, random.Random(1))
+    found = redispatched(instance, given, annealer, dispatcher, 60, random.Random(1))
     assert found
-    assert found == rewoven(flat, given, annealer, dispatcher, 60, random.Random(1))
+    assert found == redispatched(instance, given, annealer, dispatcher, 60, random.Random(1))
     assert found[0][:2] < before
     for value, _, codes in found:
-        assert fits(flat, codes)
+        assert fits(instance, codes)
         assert simulate(to_schedule(codes, problem), problem).span_ns == value

@@ -11,7 +11,7 @@ import pytest
 from tests.planner.improve.test_fuse import brute_force_with_fusing
 from tests.support.planner_cases import brute_force, random_placement
 from zbcompile.errors import InfeasibleError
-from zbcompile.planner.core.instance import Flat, least_room
+from zbcompile.planner.core.instance import Instance, least_room
 from zbcompile.planner.plan import Progress, plan
 from zbcompile.planner.variants import candidates, cheapest, fixed, joint_bound, offers_variants
 from zbcompile.schedule.check import check
@@ -41,7 +41,7 @@ def random_problem(rng: random.Random, *, fusing: bool) -> Problem:
     profile = Profile(stages, link=Link(rng.randint(0, 2)))
     m = 2 if count < 3 else 1
     problem = Problem.of(profile, placement, m, None, rng.choice(("span", "makespan")))
-    lean = Flat.of(problem.with_(profile=replace(profile, stages=tuple(cheapest(s) for s in stages))))
+    lean = Instance.of(problem.with_(profile=replace(profile, stages=tuple(cheapest(s) for s in stages))))
     caps = tuple(
         problem.static_bytes(r) + least_room(lean, r) + rng.randint(0, 8) for r in range(problem.num_ranks)
     )
@@ -50,8 +50,8 @@ def random_problem(rng: random.Random, *, fusing: bool) -> Problem:
 
 def feasible(problem: Problem) -> bool:
     """Whether one microbatch fits on every rank."""
-    flat = Flat.of(problem)
-    return all(least_room(flat, r) <= flat.room[r] for r in range(flat.num_ranks))
+    instance = Instance.of(problem)
+    return all(least_room(instance, r) <= instance.headroom[r] for r in range(instance.num_ranks))
 
 
 def assignments(problem: Problem) -> list[tuple[int, ...]]:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbcompile.compiler.stages import FrontEndResult
+from zbcompile.compiler.stages import StagedModel
 from zbcompile.passes.capture.nested_values import flatten
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
 
 
 def run_stages(
-    built: FrontEndResult, state: dict[str, Tensor], batches: Sequence[Batch], *, fused: bool = False
+    built: StagedModel, state: dict[str, Tensor], batches: Sequence[Batch], *, fused: bool = False
 ) -> tuple[list[Any], dict[str, Tensor]]:
     """All microbatches, F of every stage then B and W; gradients summed in microbatch order."""
     results, total = [], {}
@@ -31,7 +31,7 @@ def run_stages(
 
 
 def _run_one(
-    built: FrontEndResult, state: dict[str, Tensor], flat: list[Tensor], fused: bool
+    built: StagedModel, state: dict[str, Tensor], flat: list[Tensor], fused: bool
 ) -> tuple[Any, dict[str, Tensor]]:
     values: dict[str, Tensor] = {}
     saves, outputs = [], []

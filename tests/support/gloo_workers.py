@@ -21,7 +21,7 @@ from zbcompile.runtime.channels import gloo
 from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.sleeping import Sleeping, sleeping_stages
-from zbcompile.runtime.verbs import Setup, Step
+from zbcompile.runtime.verbs import PipelineSpec, Step
 from zbcompile.schedule.costs import Edge, Profile, StageCost
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
 from zbcompile.schedule.problem import Problem
@@ -91,7 +91,7 @@ def train(
     stages: tuple[Any, ...] = sleeping_stages(profile, torch.device("cpu"))
     if bad:
         stages = (*stages[:rank], Faulty(rank, profile, fault), *stages[rank + 1 :])
-    setup = Setup(stages, schedule.placement, schedule.num_microbatches)
+    setup = PipelineSpec(stages, schedule.placement, schedule.num_microbatches)
     runner = DistributedRunner(group, setup, texts[rank], torch.device("cpu"), limit_s)
     for step in range(NUM_STEPS):
         runner.run(Step([[] for _ in range(NUM_MICROBATCHES)], step), {})
@@ -123,7 +123,7 @@ def random_orders(rank: int, seeds: list[int], large_bytes: int | None = None) -
         tied = seed % 3 == 0
         lowered = insert_comm(schedule, problem)
         texts = emit(lowered.schedule, problem, None, lowered.send_slots)
-        setup = Setup(hand_stages(count, tied), problem.placement, m)
+        setup = PipelineSpec(hand_stages(count, tied), problem.placement, m)
         runner = DistributedRunner(
             pipelines[p], setup, texts[rank], torch.device("cpu"), 60.0, owns_group=False
         )
@@ -149,7 +149,7 @@ def large_and_small(rank: int) -> list[int]:
     edges = (Edge(0, 1, large, small), Edge(1, 2, large, large), Edge(2, 3, small, small))
     costs = Profile((StageCost.simple(1_000_000, 1_000_000, 1_000_000, 2, 1),) * 4, edges)
     planned = plan(costs, Options(4, 2, 6, placement="v", time_limit_s=1.0))
-    setup = Setup(sleeping_stages(costs, torch.device("cpu")), planned.schedule.placement, 6)
+    setup = PipelineSpec(sleeping_stages(costs, torch.device("cpu")), planned.schedule.placement, 6)
     runner = DistributedRunner(
         PipelineGroup(None, 30.0), setup, planned.texts[rank], torch.device("cpu"), 30.0
     )

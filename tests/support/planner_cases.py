@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from functools import cache
 
-from zbcompile.planner.core.instance import B, F, Flat, W, least_room
+from zbcompile.planner.core.instance import B, F, Instance, W, least_room
 from zbcompile.planner.core.score import fits, value_of
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -51,9 +51,9 @@ def random_problem(
     profile = Profile(stages, link=Link(rng.randint(0, 2)))
     objective = objective or rng.choice(("span", "makespan"))
     problem = Problem.of(profile, placement, microbatches, None, objective)
-    flat = Flat.of(problem)
+    instance = Instance.of(problem)
     caps = tuple(
-        max(least_room(flat, r), int(least_room(flat, r) * rng.uniform(1, microbatches)))
+        max(least_room(instance, r), int(least_room(instance, r) * rng.uniform(1, microbatches)))
         for r in range(ranks)
     )
     return problem.with_(caps=caps)
@@ -80,14 +80,14 @@ def rank_orders(stages: tuple[int, ...], microbatches: int) -> tuple[tuple[tuple
 
 def brute_force(problem: Problem) -> int:
     """Least value over every order of every rank that fits and does not deadlock."""
-    flat = Flat.of(problem)
+    instance = Instance.of(problem)
     alone = [
         [
             list(row)
             for row in rank_orders(stages, problem.num_microbatches)
-            if fits(flat, [list(row) if r == rank else [] for r in range(flat.num_ranks)])
+            if fits(instance, [list(row) if r == rank else [] for r in range(instance.num_ranks)])
         ]
-        for rank, stages in enumerate(flat.stages_of)
+        for rank, stages in enumerate(instance.stages_of)
     ]
-    values = (value_of(flat, list(rows)) for rows in itertools.product(*alone))
+    values = (value_of(instance, list(rows)) for rows in itertools.product(*alone))
     return min(value for value in values if value is not None)

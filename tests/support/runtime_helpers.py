@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from tests.support.strategies import greedy_order
 from zbcompile.compiler.driver import Options, lower, rated
-from zbcompile.compiler.stages import FrontEndResult, build_stages
+from zbcompile.compiler.stages import StagedModel, build_stages
 from zbcompile.passes.profile.measure import edges_of
 from zbcompile.runtime.gradients import hand_over
 from zbcompile.runtime.local_runner import LocalRunner
-from zbcompile.runtime.verbs import Setup, Step, parameters_of
+from zbcompile.runtime.verbs import PipelineSpec, Step, parameters_of
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement, Schedule
 from zbcompile.schedule.problem import Problem
@@ -53,7 +53,7 @@ def batch(num_microbatches: int) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def chain_front(num_stages: int) -> FrontEndResult:
+def chain_front(num_stages: int) -> StagedModel:
     """The chain in stages; its model is ``chain_front(n).model``."""
     x, y = batch(1)
     model = make_chain()
@@ -78,7 +78,7 @@ def reference(model: nn.Module, num_microbatches: int) -> dict[str, Tensor]:
     return grads
 
 
-def problem_for(front: FrontEndResult, placement: Placement, num_microbatches: int) -> Problem:
+def problem_for(front: StagedModel, placement: Placement, num_microbatches: int) -> Problem:
     """Unit-like costs, the model's true edges, a link with latency."""
     stage = StageCost.simple(1000, 1200, 700)
     profile = Profile((stage,) * placement.num_stages, edges_of(front.stages), Link(50))
@@ -99,9 +99,7 @@ def random_placement(random: Random, max_ranks: int, stage_counts: tuple[int, ..
     return Placement(tuple(rank_of))
 
 
-def random_case(
-    seed: int, max_ranks: int, counts: tuple[int, ...]
-) -> tuple[FrontEndResult, Problem, Schedule]:
+def random_case(seed: int, max_ranks: int, counts: tuple[int, ...]) -> tuple[StagedModel, Problem, Schedule]:
     """A placement, a number of microbatches and a random legal order with random fusing."""
     random = Random(seed)
     placement = random_placement(random, max_ranks, counts)
@@ -117,13 +115,13 @@ def programs_for(schedule: Schedule, problem: Problem) -> tuple[str, ...]:
 
 
 def run_here(
-    front: FrontEndResult,
+    front: StagedModel,
     schedule: Schedule,
     texts: tuple[str, ...],
     watch: Callable[[LocalRunner], None] | None = None,
 ) -> dict[str, Tensor]:
     """One step in this process; gradients as they land in ``param.grad``."""
-    setup = Setup(front.stages, schedule.placement, schedule.num_microbatches)
+    setup = PipelineSpec(front.stages, schedule.placement, schedule.num_microbatches)
     runner = LocalRunner(setup, texts, {}, torch.device("cpu"))
     if watch is not None:
         watch(runner)

@@ -16,7 +16,7 @@ from tests.support.hand_stages import hand_batch, hand_stages, hand_state
 from zbcompile.formats import torch_csv
 from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
-from zbcompile.runtime.verbs import Setup, Step
+from zbcompile.runtime.verbs import PipelineSpec, Step
 from zbcompile.schedule.ir import Schedule
 
 
@@ -60,7 +60,7 @@ def in_ours(rank: int, text: str, texts: tuple[str, ...]) -> dict[str, Tensor]:
 
 def ours(rank: int, schedule: Schedule, texts: tuple[str, ...]) -> dict[str, Tensor]:
     count = schedule.num_stages
-    setup = Setup(hand_stages(count, skip=False), schedule.placement, schedule.num_microbatches)
+    setup = PipelineSpec(hand_stages(count, skip=False), schedule.placement, schedule.num_microbatches)
     runner = DistributedRunner(PipelineGroup(None, 60.0), setup, texts[rank], torch.device("cpu"), 60.0)
     sums = runner.run(Step(hand_batch(schedule.num_microbatches)), hand_state(count))
     runner.synchronize()

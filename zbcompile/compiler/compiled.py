@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zbcompile.compiler import driver
 from zbcompile.compiler.call import Call
 from zbcompile.compiler.driver import Observer, Options, Plan
-from zbcompile.compiler.stages import FrontEndResult
+from zbcompile.compiler.stages import StagedModel
 from zbcompile.errors import CheckError, PipelineError, UsageError, ZBCompileError
 from zbcompile.formats import schedule_json
 from zbcompile.formats.measured_json import Measured
@@ -25,14 +25,14 @@ from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.local_runner import LocalRunner
 from zbcompile.runtime.randomness import draws_random_numbers
 from zbcompile.runtime.stage_modules import Stage, StateReader
-from zbcompile.runtime.verbs import Setup, Step, parameters_of
+from zbcompile.runtime.verbs import PipelineSpec, Step, parameters_of
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
 from zbcompile.schedule.ir import Kind, Placement, Schedule
 from zbcompile.schedule.simulate import simulate
 from zbcompile.schedule.solution import Solution
 
-__all__ = ["Asked", "Built", "Found", "build"]
+__all__ = ["Asked", "CompiledPipeline", "StepResult", "build"]
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Found:
+class StepResult:
     """What a step gives on this process."""
 
     losses: tuple[Tensor, ...]
     output: Any
 
 
-class Built:
+class CompiledPipeline:
     """A captured, planned and loaded pipeline."""
 
     def __init__(
@@ -81,9 +81,9 @@ class Built:
         asked: Asked,
         group: PipelineGroup | None,
         call: Call,
-        front: FrontEndResult,
+        front: StagedModel,
         plan: Plan,
-        setup: Setup,
+        setup: PipelineSpec,
     ) -> None:
         self.asked, self.group, self.call, self.front, self.plan = asked, group, call, front, plan
         self.setup = setup
@@ -93,7 +93,7 @@ class Built:
         self.stages = [Stage(s.index, s, front.captured.state, asked.whole) for s in front.stages]
 
     def make_runner(
-        self, setup: Setup, texts: Sequence[str], predicted: Mapping[tuple[Kind, int, int], int]
+        self, setup: PipelineSpec, texts: Sequence[str], predicted: Mapping[tuple[Kind, int, int], int]
     ) -> Any:
         """All ranks here, or this process's rank."""
         device = _device(setup.stages)
@@ -111,7 +111,7 @@ class Built:
         number: int,
         loss_scale: float,
         keep: bool,
-    ) -> Found:
+    ) -> StepResult:
         """One step; gradients are handed over at its end."""
         with self.runner.reporting():
             batch = self.call.microbatches(args, kwargs, target)
@@ -124,7 +124,7 @@ class Built:
         hand_over(gradients, parameters_of(state), divisor)
         return self._found(step, self.front, keep, self.asked.loss_fn is not None)
 
-    def run_eval(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Found:
+    def run_eval(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> StepResult:
         """Forward only; the first call with a shape captures the model in evaluation mode."""
         tensors, spec = flatten((args, kwargs, target))
         key = (*((tuple(t.shape), t.dtype) for t in tensors), tuple(spec.paths()))
@@ -166,19 +166,19 @@ class Built:
             stage.follow(state)
         return state
 
-    def _found(self, step: Step, front: Any, keep: bool, wrapped: bool) -> Found:
+    def _found(self, step: Step, front: Any, keep: bool, wrapped: bool) -> StepResult:
         count = len(step.batch)
         losses = tuple(step.losses[i] for i in range(count)) if step.losses else ()
         if not keep:
-            return Found(losses, None)
+            return StepResult(losses, None)
         leaves = []
         for k, place in enumerate(front.result_ports):
             parts = step.results.get(place)
             if parts is None:
-                return Found(losses, None)
+                return StepResult(losses, None)
             leaves.append(self._join([parts[i] for i in range(count)], k == front.loss))
         result = front.rebuild(leaves)
-        return Found(losses, result["output"] if wrapped else result)
+        return StepResult(losses, result["output"] if wrapped else result)
 
     def _join(self, parts: list[Tensor], is_loss: bool) -> Tensor:
         if parts[0].dim():
@@ -202,7 +202,9 @@ class Built:
 class Evaluation:
     """The same pipeline, captured in evaluation mode for batches of one shape: forwards alone."""
 
-    def __init__(self, built: Built, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> None:
+    def __init__(
+        self, built: CompiledPipeline, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> None:
         asked, plan = built.asked, built.plan
         size = next((t.shape[0] for t in flatten((args, kwargs, target))[0] if t.dim()), 1)
         most = built.setup.num_microbatches
@@ -215,7 +217,7 @@ class Evaluation:
         self.wrapped = loss_fn is not None
         one = plan.lowered.one_communicator
         lowered = driver.plan_forward(self.front.stages, plan.problem, count, one)
-        setup = Setup(self.front.stages, plan.schedule.placement, count, one_communicator=one)
+        setup = PipelineSpec(self.front.stages, plan.schedule.placement, count, one_communicator=one)
         self.runner = built.make_runner(setup, lowered.texts, lowered.predicted)
         self.reader = _reader(asked.whole, self.front.stages)
 
@@ -227,7 +229,7 @@ def _reader(model: nn.Module, stages: Sequence[Any]) -> StateReader:
 
 def build(
     asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, observer: Observer
-) -> Built:
+) -> CompiledPipeline:
     """Capture, plan (on rank 0, for all) and load the programs."""
     group = PipelineGroup.present(asked.group, asked.stall_limit_s)
     if group is not None:
@@ -253,7 +255,7 @@ def build(
     else:
         plan = _agreed_plan(group, asked, options, call, front, observer)
     _keep_order_of_changes(plan.schedule, front.stages)
-    setup = Setup(
+    setup = PipelineSpec(
         front.stages,
         plan.schedule.placement,
         count,
@@ -261,7 +263,7 @@ def build(
         frozenset(s.index for s in front.stages if draws_random_numbers(s.graphs.forward)),
         plan.lowered.one_communicator,
     )
-    return Built(asked, group, call, front, plan, setup)
+    return CompiledPipeline(asked, group, call, front, plan, setup)
 
 
 def _keep_order_of_changes(schedule: Schedule, stages: Sequence[Any]) -> None:
@@ -296,11 +298,11 @@ def _options(asked: Asked, ranks: int, count: int) -> Options:
     )
 
 
-def _plan(asked: Asked, options: Options, call: Call, front: FrontEndResult, observer: Observer) -> Plan:
+def _plan(asked: Asked, options: Options, call: Call, front: StagedModel, observer: Observer) -> Plan:
     return driver.plan(_profile(asked, call, front, observer), options, observer)
 
 
-def _profile(asked: Asked, call: Call, front: FrontEndResult, observer: Observer) -> Profile:
+def _profile(asked: Asked, call: Call, front: StagedModel, observer: Observer) -> Profile:
     """The one that was given, counted for the device that was given, or measured here."""
     if isinstance(asked.profile, Profile):
         _has_every_edge(asked.profile, front)
@@ -317,7 +319,7 @@ def _profile(asked: Asked, call: Call, front: FrontEndResult, observer: Observer
     return driver.measured(front, call.example, observer)
 
 
-def _has_every_edge(profile: Profile, front: FrontEndResult) -> None:
+def _has_every_edge(profile: Profile, front: StagedModel) -> None:
     """Refuse a profile that does not know of a message that the stages send."""
     ports = [(stage.index, port) for stage in front.stages for port in stage.inputs]
     sent = {(port.source[1], index) for index, port in ports if port.source[0] == "stage"}
@@ -337,7 +339,7 @@ def _agreed_plan(
     asked: Asked,
     options: Options,
     call: Call,
-    front: FrontEndResult,
+    front: StagedModel,
     observer: Observer,
 ) -> Plan:
     """Rank 0 measures and plans; all refuse to start when they were asked for different things."""
@@ -370,7 +372,7 @@ def _agreed_plan(
     return plan
 
 
-def _tied_state(front: FrontEndResult) -> str:
+def _tied_state(front: StagedModel) -> str:
     """A hash of the parameters that several stages hold: their copies must start equal."""
     digest = hashlib.sha256()
     for name in tied_holders([s.trainable for s in front.stages]):

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from zbcompile.compiler.stages import FrontEndResult, build_stages
+from zbcompile.compiler.stages import StagedModel, build_stages
 from zbcompile.errors import UsageError
 from zbcompile.formats import profile_json, schedule_json
 from zbcompile.formats.detect import load_schedule
@@ -26,7 +26,7 @@ from zbcompile.passes.capture.meta_capture import planned_device
 from zbcompile.passes.capture.nested_values import Spec, unflatten
 from zbcompile.passes.capture.with_loss import loss_module, with_loss
 from zbcompile.passes.lower.codegen import emit
-from zbcompile.passes.lower.insert_comm import Lowered, insert_comm, keep_comm
+from zbcompile.passes.lower.insert_comm import CommSchedule, insert_comm, keep_comm
 from zbcompile.passes.lower.merge_backward import merge_backward
 from zbcompile.passes.profile.counted import counted_profile
 from zbcompile.passes.profile.measure import edges_of, measure
@@ -96,7 +96,7 @@ class Plan:
     """
 
     solution: Solution
-    lowered: Lowered
+    lowered: CommSchedule
     certificate: Certificate
     texts: tuple[str, ...]
 
@@ -124,7 +124,7 @@ def build_front(
     *,
     verify: bool | None = None,
     **front: Any,
-) -> FrontEndResult:
+) -> StagedModel:
     """Capture, partition, split: one example microbatch in, stages out.
 
     ``verify`` compares them with the untouched model (see `passes.verify`); by default where that is cheap.
@@ -145,7 +145,7 @@ def check_meta(model: nn.Module) -> None:
 
 
 def measured(
-    front: FrontEndResult, microbatch: Sequence[Tensor], observer: Observer = quiet, **how: Any
+    front: StagedModel, microbatch: Sequence[Tensor], observer: Observer = quiet, **how: Any
 ) -> Profile:
     """Time the stages on this machine."""
     profile = measure(front.stages, front.captured.state, microbatch, **how)
@@ -154,7 +154,7 @@ def measured(
 
 
 def counted(
-    front: FrontEndResult, device: Device | str, observer: Observer = quiet, *, link: Link | None = None
+    front: StagedModel, device: Device | str, observer: Observer = quiet, *, link: Link | None = None
 ) -> Profile:
     """Costs on ``device`` (an entry of the device table) counted from the graphs; nothing is run."""
     profile = counted_profile(front.stages, device, link)
@@ -292,7 +292,7 @@ def build_forward(
 
 @dataclass(frozen=True)
 class ForwardFront:
-    """The evaluation stages; the other fields as in `FrontEndResult`."""
+    """The evaluation stages; the other fields as in `StagedModel`."""
 
     stages: tuple[ForwardStage, ...]
     result_spec: Spec

@@ -13,14 +13,14 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from zbcompile.compiler.stages import FrontEndResult
+from zbcompile.compiler.stages import StagedModel
 from zbcompile.formats.files import write_text
 from zbcompile.passes.split.stage_graphs import Graphs, Port, StageGraphs
 
 __all__ = ["dump_graphs", "graph_text", "stage_text"]
 
 
-def dump_graphs(result: FrontEndResult, directory: str | os.PathLike[str]) -> list[Path]:
+def dump_graphs(result: StagedModel, directory: str | os.PathLike[str]) -> list[Path]:
     """Write every graph of every stage below ``directory``; returns the paths, in order.
 
     Files appear whole (written aside, then renamed). Raises UsageError when the place cannot be written.

@@ -18,7 +18,7 @@ from zbcompile.passes.split.backends import check_backend, with_backend
 from zbcompile.passes.split.split_backward import Recompute, split_backward
 from zbcompile.passes.split.stage_graphs import StageGraphs
 
-__all__ = ["CutReport", "FrontEndResult", "build_stages"]
+__all__ = ["CutReport", "StagedModel", "build_stages"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class CutReport:
 
 
 @dataclass(frozen=True)
-class FrontEndResult:
+class StagedModel:
     """Everything the runtime needs to run the model as stages.
 
     stages : the compiled stages, in order. captured, sources : what they were made from.
@@ -88,7 +88,7 @@ def build_stages(
     recompute: Recompute = "none",
     backend: str = "eager",
     device: torch.device | str | None = None,
-) -> FrontEndResult:
+) -> StagedModel:
     """Capture ``model`` on one example microbatch and return its stages as F, B, W and BW graphs.
 
     With ``loss_fn`` the last stage computes ``loss_fn(output, target)``; without it the model's own loss
@@ -105,7 +105,7 @@ def build_stages(
     stages = split_backward(captured, sources, recompute=recompute, backend=backend)
     stages = with_backend(stages, backend)
     place = {port.name: (s.index, i) for s in stages for i, port in enumerate(s.outputs) if port.is_result}
-    return FrontEndResult(
+    return StagedModel(
         stages,
         captured,
         sources,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from zbcompile.errors import NoOrderError
 from zbcompile.planner.bounds.analytic import Bound
-from zbcompile.planner.core.instance import Codes, Flat, shaped, to_schedule
+from zbcompile.planner.core.instance import Codes, Instance, shaped, to_schedule
 from zbcompile.planner.core.score import fits, value_of
 from zbcompile.planner.core.times import Clock
 from zbcompile.schedule.check import check
@@ -16,7 +16,7 @@ from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Certificate, Solution
 
-__all__ = ["Best", "Progress"]
+__all__ = ["Incumbent", "Progress"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Progress:
     step: str
 
 
-class Best:
+class Incumbent:
     """The best order of one problem and the best bound; orders are offered, bounds raised."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Best:
         started: float | None = None,
         fuse: str = "auto",
     ) -> None:
-        self.problem, self.flat, self.bound = problem, Flat.of(problem), bound
+        self.problem, self.instance, self.bound = problem, Instance.of(problem), bound
         self.started = time.monotonic() if started is None else started
         self.deadline = self.started + time_limit_s
         self.observer = observer
@@ -70,13 +70,13 @@ class Best:
     def measure(self, codes: Codes) -> int | None:
         """Value of an order under the problem's transport; ``None`` on deadlock."""
         if self.problem.transport == "async":
-            return value_of(self.flat, codes)
+            return value_of(self.instance, codes)
         return self.clock.value(codes)
 
     def offer(self, codes: Codes | None, origin: str) -> bool:
         """Take an order, split or fused as asked for, if it fits and is shorter. True if taken."""
         codes = None if codes is None else shaped(codes, self.fuse)
-        if codes is None or not fits(self.flat, codes):
+        if codes is None or not fits(self.instance, codes):
             return False
         value = self.measure(codes)
         if value is None:

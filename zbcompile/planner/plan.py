@@ -7,20 +7,20 @@ from collections.abc import Callable
 
 from zbcompile.errors import UsageError
 from zbcompile.planner.bounds.analytic import best_bound
-from zbcompile.planner.bounds.blocking_send import holding_bound
+from zbcompile.planner.bounds.blocking_send import blocking_send_bound
 from zbcompile.planner.core.instance import check_caps
 from zbcompile.planner.exact.proofs import (
     EXACT_ACTIONS,
     crossing_applies,
-    glance,
     proof_share,
     prove_crossing,
     prove_exact,
     prove_from_below,
+    quick_crossing_bound,
 )
 from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.improve.fuse import fusing_tries, improve_fusing
-from zbcompile.planner.incumbent import Best, Progress
+from zbcompile.planner.incumbent import Incumbent, Progress
 from zbcompile.planner.search import Effort, Search, pattern_orders
 from zbcompile.planner.starts.initial import try_classic, try_list_schedules
 from zbcompile.planner.starts.merged import merged, taken_apart
@@ -70,98 +70,104 @@ def plan(
             )
         problem = fixed(problem, (0,) * problem.num_stages)
     check_caps(problem, fusing=fuse != "never")
-    best = Best(problem, best_bound(problem), time_limit_s=time_limit_s, observer=observer, fuse=fuse)
-    holding = holding_bound(problem)
+    incumbent = Incumbent(
+        problem, best_bound(problem), time_limit_s=time_limit_s, observer=observer, fuse=fuse
+    )
+    holding = blocking_send_bound(problem)
     if holding is not None:
-        best.raise_bound(holding)
-    actions = 3 * best.flat.num_stages * best.flat.num_microbatches
+        incumbent.raise_bound(holding)
+    actions = 3 * incumbent.instance.num_stages * incumbent.instance.num_microbatches
     level = max(1, round(time_limit_s / 10))
     try:
-        try_classic(best)
+        try_classic(incumbent)
         tries = max(60, min(300, 150_000 // actions)) if problem.transport == "async" else 12
-        try_list_schedules(best, tries=tries, seed=seed)
-        try_merged(best, tries=tries // 2, seed=seed)
+        try_list_schedules(incumbent, tries=tries, seed=seed)
+        try_merged(incumbent, tries=tries // 2, seed=seed)
         if fuse == "auto":
             share = 0.3 if problem.transport == "async" else 0.9
-            improve_fusing(best, tries=fusing_tries(actions) * level, seed=seed, share=share)
-        if actions <= EXACT_ACTIONS // 2 and not crossing_applies(best):
-            prove_exact(best, seed, time_limit_s / 4)
-        search(best, seed, time_limit_s)
+            improve_fusing(incumbent, tries=fusing_tries(actions) * level, seed=seed, share=share)
+        if actions <= EXACT_ACTIONS // 2 and not crossing_applies(incumbent):
+            prove_exact(incumbent, seed, time_limit_s / 4)
+        search(incumbent, seed, time_limit_s)
         if fuse == "auto" and problem.transport == "async":
             tries = fusing_tries(actions) * level // 3
-            improve_fusing(best, tries=tries, seed=seed, share=0.3, whole=False)
-        prove_exact(best, seed, time_limit_s)
+            improve_fusing(incumbent, tries=tries, seed=seed, share=0.3, whole=False)
+        prove_exact(incumbent, seed, time_limit_s)
     except KeyboardInterrupt:
-        best.report("interrupted")
-    return best.solution()
+        incumbent.report("interrupted")
+    return incumbent.solution()
 
 
-def try_merged(best: Best, tries: int, seed: int) -> None:
+def try_merged(incumbent: Incumbent, tries: int, seed: int) -> None:
     """Where ranks hold neighbouring stages: orders of the problem with each rank's stages as one."""
-    whole = merged(best.problem)
-    if whole is None or best.done:
+    whole = merged(incumbent.problem)
+    if whole is None or incumbent.done:
         return
-    inner = Best(whole, best_bound(whole), time_limit_s=best.seconds_left / 3, fuse=best.fuse)
+    inner = Incumbent(whole, best_bound(whole), time_limit_s=incumbent.seconds_left / 3, fuse=incumbent.fuse)
     try_classic(inner)
     try_list_schedules(inner, tries=tries, seed=seed)
     for _, codes in inner.pool:
-        best.offer(taken_apart(codes, best.problem), f"merged stages, {inner.origin}")
+        incumbent.offer(taken_apart(codes, incumbent.problem), f"merged stages, {inner.origin}")
 
 
 def quick_value(problem: Problem, seed: int, fuse: str) -> int | None:
     """The value of the first orders alone: to rank assignments of variants and placements."""
-    best = Best(problem, best_bound(problem), time_limit_s=2.0, fuse=fuse)
-    try_classic(best)
-    try_list_schedules(best, tries=12, seed=seed)
-    try_merged(best, tries=12, seed=seed)
-    if any(len(stages) > 1 for stages in best.flat.stages_of):
-        for _, _, codes in pattern_orders(best, Annealer(best.flat), Effort(6, 12, 0), random.Random(seed)):
-            best.offer(codes, "pattern")
-    return best.value
+    incumbent = Incumbent(problem, best_bound(problem), time_limit_s=2.0, fuse=fuse)
+    try_classic(incumbent)
+    try_list_schedules(incumbent, tries=12, seed=seed)
+    try_merged(incumbent, tries=12, seed=seed)
+    if any(len(stages) > 1 for stages in incumbent.instance.stages_of):
+        for _, _, codes in pattern_orders(
+            incumbent, Annealer(incumbent.instance), Effort(6, 12, 0), random.Random(seed)
+        ):
+            incumbent.offer(codes, "pattern")
+    return incumbent.value
 
 
-def search(best: Best, seed: int, time_limit_s: float) -> None:
+def search(incumbent: Incumbent, seed: int, time_limit_s: float) -> None:
     """Search beyond the first orders, with the crossing bound in between where it may end the search.
 
     Long problems with several stages per rank are planned short first.
     """
-    flat = best.flat
-    if best.done or best.problem.transport != "async":
+    instance = incumbent.instance
+    if incumbent.done or incumbent.problem.transport != "async":
         return
-    actions = 3 * flat.num_stages * flat.num_microbatches
+    actions = 3 * instance.num_stages * instance.num_microbatches
     level = max(1, round(time_limit_s / 10))
-    long = actions > _LONG and any(len(stages) > 1 for stages in flat.stages_of)
+    long = actions > _LONG and any(len(stages) > 1 for stages in instance.stages_of)
     if long:
-        _plan_short(best, seed, level)
-    run = Search(best, Effort.of(flat, level), seed)
-    run.start([codes for _, codes in best.pool])
+        _plan_short(incumbent, seed, level)
+    run = Search(incumbent, Effort.of(instance, level), seed)
+    run.start([codes for _, codes in incumbent.pool])
     if not long:
         run.add_patterns()
-    glance(best, seed, time_limit_s / 12)
-    reserve_s = time_limit_s * proof_share(best, time_limit_s)
+    quick_crossing_bound(incumbent, seed, time_limit_s / 12)
+    reserve_s = time_limit_s * proof_share(incumbent, time_limit_s)
     run.anneal_folded(reserve_s)
     run.anneal(reserve_s)
-    prove_from_below(best, seed)
-    prove_crossing(best, seed)
+    prove_from_below(incumbent, seed)
+    prove_crossing(incumbent, seed)
 
 
-def _plan_short(best: Best, seed: int, level: int) -> None:
+def _plan_short(incumbent: Incumbent, seed: int, level: int) -> None:
     """Plan about 3 p microbatches and repeat the middle: a block that is there, or one made for it."""
-    flat, p, m = best.flat, best.flat.num_ranks, best.flat.num_microbatches
+    instance, p, m = incumbent.instance, incumbent.instance.num_ranks, incumbent.instance.num_microbatches
     count = 3 * p + (m - 3 * p) % _BLOCKS
     if count >= m:
         return
-    problem = best.problem.with_(num_microbatches=count)
-    inner = Best(problem, best_bound(problem), time_limit_s=max(0.0, best.seconds_left * 0.6), fuse=best.fuse)
+    problem = incumbent.problem.with_(num_microbatches=count)
+    inner = Incumbent(
+        problem, best_bound(problem), time_limit_s=max(0.0, incumbent.seconds_left * 0.6), fuse=incumbent.fuse
+    )
     try_classic(inner)
-    run = Search(inner, Effort.of(inner.flat, max(1, level // 2)), seed)
+    run = Search(inner, Effort.of(inner.instance, max(1, level // 2)), seed)
     run.start([codes for _, codes in inner.pool])
     found = run.anneal_folded(last=9)
     run.add_patterns()
     for folded in found + run.anneal_folded():
-        best.offer(folded.grown(m), "repeated")
+        incumbent.offer(folded.grown(m), "repeated")
     run.anneal()
-    whole = Annealer(flat)
+    whole = Annealer(instance)
     for _, codes in inner.pool[:2]:
-        for stretched in stretch(flat, codes, count, whole):
-            best.offer(stretched, "stretched")
+        for stretched in stretch(instance, codes, count, whole):
+            incumbent.offer(stretched, "stretched")

@@ -13,16 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from zbcompile.planner.core.dispatch import Dispatcher
-from zbcompile.planner.core.instance import Codes, Flat, is_chain
+from zbcompile.planner.core.instance import Codes, Instance, is_chain
 from zbcompile.planner.core.tables import HAVE_NUMBA, unpack
 from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.improve.fold import Folded, fold
-from zbcompile.planner.improve.redispatch import rewoven
-from zbcompile.planner.incumbent import Best
-from zbcompile.planner.starts.kind_ranking import ranked_orders
-from zbcompile.planner.starts.offset_keys import Pattern, mutate, standard_patterns, waves_of
+from zbcompile.planner.improve.redispatch import redispatched
+from zbcompile.planner.incumbent import Incumbent
+from zbcompile.planner.starts.kind_ranking import kind_ranking_orders
+from zbcompile.planner.starts.offset_keys import OffsetKeys, mutate, standard_patterns, waves_of
 from zbcompile.planner.starts.repeated_blocks import block_order
-from zbcompile.planner.starts.v_list import turn_orders
+from zbcompile.planner.starts.v_list import v_list_orders
 
 __all__ = ["Effort", "Search", "block_orders", "dispatched_orders", "pattern_orders"]
 
@@ -42,9 +42,9 @@ class Effort:
     seeds: int = 12
 
     @staticmethod
-    def of(flat: Flat, level: int = 1) -> Effort:
+    def of(instance: Instance, level: int = 1) -> Effort:
         """A budget that shrinks with the number of actions, so that the seconds stay in bounds."""
-        actions = 3 * flat.num_stages * flat.num_microbatches
+        actions = 3 * instance.num_stages * instance.num_microbatches
         scale = min(1.0, 1200 / actions)
         return Effort(
             max(15, int(40 * scale)),
@@ -62,16 +62,16 @@ _HOPELESS = 1.05
 """Orders longer than the best by this factor are not annealed, but three are always."""
 
 
-def block_orders(flat: Flat, annealer: Annealer, tries: int, rng: random.Random) -> list[Scored]:
+def block_orders(instance: Instance, annealer: Annealer, tries: int, rng: random.Random) -> list[Scored]:
     """The two best orders of `tries` patterns decoded as repeated blocks."""
-    standard = standard_patterns(len(waves_of(flat)), flat.num_ranks)
-    pool: list[tuple[int, int, Pattern, Codes]] = []
+    standard = standard_patterns(len(waves_of(instance)), instance.num_ranks)
+    pool: list[tuple[int, int, OffsetKeys, Codes]] = []
     for k in range(tries):
         if k < len(standard) or not pool:
             pattern = standard[k % len(standard)]
         else:
             pattern = mutate(pool[rng.randrange(min(8, len(pool)))][2], rng)
-        codes = block_order(flat, pattern)
+        codes = block_order(instance, pattern)
         score = annealer.score(codes)
         if score is not None and all(score != entry[:2] for entry in pool):
             pool = sorted([*pool, (*score, pattern, codes)], key=lambda entry: entry[:2])[:12]
@@ -79,7 +79,12 @@ def block_orders(flat: Flat, annealer: Annealer, tries: int, rng: random.Random)
 
 
 def dispatched_orders(
-    flat: Flat, annealer: Annealer, dispatcher: Dispatcher, tries: int, period: int, rng: random.Random
+    instance: Instance,
+    annealer: Annealer,
+    dispatcher: Dispatcher,
+    tries: int,
+    period: int,
+    rng: random.Random,
 ) -> list[Scored]:
     """The two best orders of `tries` recipes decoded by keyed dispatch; it ends after a third without gain.
 
@@ -87,9 +92,10 @@ def dispatched_orders(
     under a tight cap the limits decide more than the pattern.
     """
     standard = [
-        replace(pattern, period=period) for pattern in standard_patterns(len(waves_of(flat)), flat.num_ranks)
+        replace(pattern, period=period)
+        for pattern in standard_patterns(len(waves_of(instance)), instance.num_ranks)
     ]
-    pool: list[tuple[int, int, Pattern, list[int], Codes]] = []
+    pool: list[tuple[int, int, OffsetKeys, list[int], Codes]] = []
     gained = 0
     for k in range(tries):
         if k - gained > tries // 3:
@@ -97,7 +103,7 @@ def dispatched_orders(
         turn, first = divmod(k, len(standard))
         if turn < 3 or not pool:
             pattern = standard[first]
-            keys, flying = pattern.keys(flat)
+            keys, flying = pattern.keys(instance)
             flying = [limit + turn for limit in flying]
         else:
             _, _, pattern, flying, _ = pool[rng.randrange(min(8, len(pool)))]
@@ -108,86 +114,93 @@ def dispatched_orders(
                 for _ in range(rng.randint(1, 3)):
                     s = rng.randrange(len(flying))
                     flying[s] = max(1, flying[s] + rng.choice((-1, 1)))
-            keys, _ = pattern.keys(flat)
+            keys, _ = pattern.keys(instance)
         line = dispatcher.run_line(keys, flying, pattern.share)
         score = None if line is None else annealer.score_line(dispatcher.offsets, line)
         if score is None or (len(pool) == 16 and score >= pool[-1][:2]):
             continue
         if all(score != entry[:2] for entry in pool):
             gained = k if not pool or score[0] < pool[0][0] else gained
-            codes = unpack(flat, dispatcher.offsets, line)
+            codes = unpack(instance, dispatcher.offsets, line)
             pool = sorted([*pool, (*score, pattern, flying, codes)], key=lambda entry: entry[:2])[:16]
     return [(entry[0], entry[1], entry[4]) for entry in pool[:2]]
 
 
-def pattern_orders(best: Best, annealer: Annealer, effort: Effort, rng: random.Random) -> list[Scored]:
+def pattern_orders(
+    incumbent: Incumbent, annealer: Annealer, effort: Effort, rng: random.Random
+) -> list[Scored]:
     """Orders from patterns by both decoders, as far as the time goes."""
     found: list[Scored] = []
-    several = any(len(stages) > 1 for stages in best.flat.stages_of)
-    if several and best.seconds_left > 0:
-        found = block_orders(best.flat, annealer, effort.blocks, rng)
-    dispatcher, slots = Dispatcher(best.flat), 3 * -(-best.flat.num_stages // best.flat.num_ranks)
+    several = any(len(stages) > 1 for stages in incumbent.instance.stages_of)
+    if several and incumbent.seconds_left > 0:
+        found = block_orders(incumbent.instance, annealer, effort.blocks, rng)
+    dispatcher, slots = (
+        Dispatcher(incumbent.instance),
+        3 * -(-incumbent.instance.num_stages // incumbent.instance.num_ranks),
+    )
     periods = (slots, slots + 2, slots + 3, slots + 2, slots + 3, slots) if several else (slots, 2 * slots)
     for period in periods:
         own = random.Random(rng.random())
-        if best.seconds_left > 0:
-            found += dispatched_orders(best.flat, annealer, dispatcher, effort.dispatches, period, own)
+        if incumbent.seconds_left > 0:
+            found += dispatched_orders(
+                incumbent.instance, annealer, dispatcher, effort.dispatches, period, own
+            )
     return found
 
 
 class Search:
     """A search in steps: `start` collects orders, `anneal_folded` and `anneal` improve them by halving."""
 
-    def __init__(self, best: Best, effort: Effort, seed: int) -> None:
-        self.best, self.effort, self.seed = best, effort, seed
-        self.annealer = Annealer(best.flat)
+    def __init__(self, incumbent: Incumbent, effort: Effort, seed: int) -> None:
+        self.incumbent, self.effort, self.seed = incumbent, effort, seed
+        self.annealer = Annealer(incumbent.instance)
         self.pool: list[Scored] = []
 
     def start(self, seeds: list[Codes]) -> None:
         """Take the best of the orders given and of those made in turns, ranked or rewoven."""
-        flat, annealer, rng = self.best.flat, self.annealer, random.Random(self.seed)
+        instance, annealer, rng = self.incumbent.instance, self.annealer, random.Random(self.seed)
         scored = _distinct(_scored(annealer, seeds))
         most = int(scored[0][0] * _HOPELESS) if scored else None
-        scored += turn_orders(flat, annealer, most, self._over)
-        scored += ranked_orders(flat, annealer, Dispatcher(flat), rng, self._over)
+        scored += v_list_orders(instance, annealer, most, self._over)
+        scored += kind_ranking_orders(instance, annealer, Dispatcher(instance), rng, self._over)
         found = _distinct(scored)[:4]
         self._offer(found + self._rewoven([codes for _, _, codes in found]))
 
     def add_patterns(self) -> None:
         """Take the orders that patterns make."""
         rng = random.Random(self.seed)
-        self._offer(pattern_orders(self.best, self.annealer, self.effort, rng))
+        self._offer(pattern_orders(self.incumbent, self.annealer, self.effort, rng))
 
     def _offer(self, found: list[Scored]) -> None:
         self._take(found)
         for _, _, codes in self.pool:
-            self.best.offer(codes, "pattern")
+            self.incumbent.offer(codes, "pattern")
 
     def _rewoven(self, orders: list[Codes]) -> list[Scored]:
         """Orders of several stages per rank with their actions placed anew (`reweave`)."""
         found: list[Scored] = []
-        flat, tries = self.best.flat, self.effort.dispatches // 2
-        if is_chain(flat):
+        instance, tries = self.incumbent.instance, self.effort.dispatches // 2
+        if is_chain(instance):
             return found
-        dispatcher = Dispatcher(flat)
+        dispatcher = Dispatcher(instance)
         for k, codes in enumerate(orders):
             rng = random.Random(self.seed + k)
-            found += rewoven(flat, codes, self.annealer, dispatcher, tries, rng, self._over)
+            found += redispatched(instance, codes, self.annealer, dispatcher, tries, rng, self._over)
         return found
 
     def _over(self) -> bool:
-        return self.best.seconds_left <= 0
+        return self.incumbent.seconds_left <= 0
 
     def anneal_folded(self, reserve_s: float = 0.0, last: int = 27) -> list[Folded]:
         """Anneal the orders with a periodic middle without its repetitions; the results join the pool.
 
         reserve_s : as for `anneal`. last : tries of the last round, in those of the first.
         """
-        best = self.best
+        incumbent = self.incumbent
         starts = [
-            fold(best.flat, codes, self.annealer)
+            fold(incumbent.instance, codes, self.annealer)
             for _, _, codes in self.pool
-            if best.seconds_left > reserve_s
+            if incumbent.seconds_left > reserve_s
         ]
         found = self._halve([start for start in starts if start is not None], reserve_s, last)
         self._take(_scored(self.annealer, [folded.unfold() for folded in found]))
@@ -203,23 +216,23 @@ class Search:
 
         reserve_s : seconds of the limit to leave for what comes after.
         """
-        self._halve([Folded(self.best.flat, codes) for _, _, codes in self.pool], reserve_s, 27)
+        self._halve([Folded(self.incumbent.instance, codes) for _, _, codes in self.pool], reserve_s, 27)
 
     def _halve(self, starts: list[Folded], reserve_s: float, last: int) -> list[Folded]:
         """Anneal all; the better third goes on with three times the tries; the last two rounds start
         twice from the best. Returns all that was found."""
-        best, tries, turn, every = self.best, self.effort.tries, 0, []
-        while starts and not best.done and best.seconds_left > reserve_s:
+        incumbent, tries, turn, every = self.incumbent, self.effort.tries, 0, []
+        while starts and not incumbent.done and incumbent.seconds_left > reserve_s:
             found: list[tuple[tuple[int, int], Folded]] = []
             for improved in self._round(starts, tries, turn, reserve_s):
                 every.append(improved)
                 codes = improved.unfold()
-                best.offer(codes, "search")
-                best.report("search")
+                incumbent.offer(codes, "search")
+                incumbent.report("search")
                 score = self.annealer.score(codes)
                 if score is not None:
                     found.append((score, improved))
-                if best.done:
+                if incumbent.done:
                     return every
             if tries >= last * self.effort.tries:
                 break
@@ -232,19 +245,19 @@ class Search:
 
     def _round(self, starts: list[Folded], tries: int, turn: int, reserve_s: float) -> Iterator[Folded]:
         """Anneal all, on as many cores as there are: who computes what does not depend on their number."""
-        best, halted = self.best, threading.Event()
-        heats = _CHAIN_HEATS if is_chain(best.flat) else _HEATS
+        incumbent, halted = self.incumbent, threading.Event()
+        heats = _CHAIN_HEATS if is_chain(incumbent.instance) else _HEATS
 
         def run(k: int) -> Folded:
             number, start = turn + k, starts[k]
-            found = Annealer(start.flat).run(
+            found = Annealer(start.instance).run(
                 start.codes,
                 tries,
                 seed=self.seed * 1000 + number + 1,
                 heat=heats[number % len(heats)],
-                goal=best.bound.value_ns if start.repeats == 0 else 0,
-                stop=lambda: halted.is_set() or best.seconds_left <= reserve_s,
-                fences=start.fences,
+                goal=incumbent.bound.value_ns if start.repeats == 0 else 0,
+                stop=lambda: halted.is_set() or incumbent.seconds_left <= reserve_s,
+                frozen_blocks=start.frozen_blocks,
             )
             return replace(start, codes=found)
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from zbcompile.errors import InfeasibleError
 from zbcompile.planner.bounds.analytic import Bound, best_bound
-from zbcompile.planner.bounds.blocking_send import holding_bound
+from zbcompile.planner.bounds.blocking_send import blocking_send_bound
 from zbcompile.planner.core.instance import check_caps
 from zbcompile.planner.incumbent import Progress
 from zbcompile.schedule.costs import Profile, StageCost
@@ -62,7 +62,7 @@ def cheapest(stage: StageCost) -> StageCost:
 
 def bound_of(problem: Problem) -> Bound:
     """The best analytic bound of a problem without variants."""
-    bound, holding = best_bound(problem), holding_bound(problem)
+    bound, holding = best_bound(problem), blocking_send_bound(problem)
     return holding if holding is not None and holding.value_ns > bound.value_ns else bound
 
 

@@ -15,11 +15,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from zbcompile.errors import PipelineError, ZBCompileError
 from zbcompile.runtime import torch_private
 from zbcompile.runtime.channels.channel import Ticket, describe
-from zbcompile.runtime.channels.gloo import BrokenChannelError, GlooTransport
+from zbcompile.runtime.channels.gloo import BrokenChannelError, GlooChannels
 from zbcompile.runtime.executor import failure
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.program import Program
-from zbcompile.runtime.verbs import Rank, Setup, Step, Wait, check_finished
+from zbcompile.runtime.verbs import PipelineSpec, Rank, Step, Wait, check_finished
 from zbcompile.runtime.watchdog import Doing, Interrupted, Watchdog
 from zbcompile.schedule.ir import Action
 
@@ -36,7 +36,7 @@ class DistributedRunner:
     def __init__(
         self,
         group: PipelineGroup,
-        setup: Setup,
+        setup: PipelineSpec,
         text: str,
         device: torch.device,
         stall_limit_s: float,
@@ -164,9 +164,9 @@ class DistributedRunner:
             dist.destroy_process_group(self.group.control)
 
 
-def _transport(group: PipelineGroup, setup: Setup, device: torch.device) -> Any:
+def _transport(group: PipelineGroup, setup: PipelineSpec, device: torch.device) -> Any:
     if device.type != "cuda":
-        return GlooTransport(group)
-    from zbcompile.runtime.channels.nccl import NcclTransport
+        return GlooChannels(group)
+    from zbcompile.runtime.channels.nccl import NcclChannels
 
-    return NcclTransport(group, setup, device)
+    return NcclChannels(group, setup, device)

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zbcompile.runtime.channels.channel import LocalTransport
+from zbcompile.runtime.channels.channel import LocalChannels
 from zbcompile.runtime.executor import run_together
 from zbcompile.runtime.program import Program
-from zbcompile.runtime.verbs import Rank, Setup, Step
+from zbcompile.runtime.verbs import PipelineSpec, Rank, Step
 from zbcompile.schedule.ir import Action, Kind
 
 __all__ = ["LocalRunner"]
@@ -24,7 +24,7 @@ class LocalRunner:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: PipelineSpec,
         texts: Sequence[str],
         predicted: Mapping[tuple[Kind, int, int], int],
         device: torch.device,
@@ -35,7 +35,7 @@ class LocalRunner:
 
     def run(self, step: Step, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """One step; gradient sums by parameter name. Raises `PipelineError`; then nothing is handed over."""
-        ends = LocalTransport.connect(self.setup.placement.num_ranks)
+        ends = LocalChannels.connect(self.setup.placement.num_ranks)
         self.ranks = [Rank(r, self.setup, state, end, self.device) for r, end in enumerate(ends)]
         run_together(self.ranks, self.programs, step, self.predicted)
         gradients: dict[str, Tensor] = {}

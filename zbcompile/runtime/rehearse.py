@@ -18,7 +18,7 @@ from zbcompile.formats.measured_json import Measured
 from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.sleeping import sleeping_stages
-from zbcompile.runtime.verbs import Setup, Step
+from zbcompile.runtime.verbs import PipelineSpec, Step
 from zbcompile.schedule.costs import Link, Profile
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.problem import Problem
@@ -80,7 +80,7 @@ def rehearse_rank(
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     stages = sleeping_stages(problem.profile, device)
     group.agree({"schedule": str(schedule), "profile": repr(problem.profile)})
-    setup = Setup(stages, schedule.placement, schedule.num_microbatches)
+    setup = PipelineSpec(stages, schedule.placement, schedule.num_microbatches)
     runner = DistributedRunner(group, setup, text, device, stall_limit_s)
     best: Measured | None = None
     batch: list[list[torch.Tensor]] = [[] for _ in range(schedule.num_microbatches)]

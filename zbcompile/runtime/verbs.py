@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.errors import PipelineError, ShapeError
-from zbcompile.runtime.channels.channel import Key, Ticket, Transport, describe
+from zbcompile.runtime.channels.channel import Channels, Key, Ticket, describe
 from zbcompile.runtime.gradients import GradientSums, tied_holders
 from zbcompile.runtime.randomness import stream, stream_seed
 from zbcompile.runtime.recorder import Recorder
-from zbcompile.runtime.wire_format import Layout
+from zbcompile.runtime.wire_format import WireFormat
 from zbcompile.runtime.wiring import RunnableStage, Wiring
 from zbcompile.schedule.ir import Kind, Placement
 
-__all__ = ["Rank", "Setup", "Step", "Wait", "Waits"]
+__all__ = ["Rank", "PipelineSpec", "Step", "Wait", "Waits"]
 
 Waits = Generator["Wait", None, None]
 
@@ -44,7 +44,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Setup:
+class PipelineSpec:
     """What all ranks of a pipeline share: stages, where they are, their wiring. Equal on all ranks.
 
     stages : all of them; a rank runs only its own and needs of the others no more than their ports.
@@ -60,12 +60,12 @@ class Setup:
     random_stages: frozenset[int] = frozenset()
     one_communicator: bool = False
     wiring: Wiring = field(init=False)
-    layouts: Mapping[tuple[bool, int, int], tuple[Layout, ...]] = field(init=False)
+    layouts: Mapping[tuple[bool, int, int], tuple[WireFormat, ...]] = field(init=False)
     tied: Mapping[str, tuple[int, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
         wiring = Wiring.of(self.stages)
-        layouts = {key: tuple(map(Layout.of, ports)) for key, ports in wiring.ports.items()}
+        layouts = {key: tuple(map(WireFormat.of, ports)) for key, ports in wiring.ports.items()}
         object.__setattr__(self, "wiring", wiring)
         object.__setattr__(self, "layouts", layouts)
         object.__setattr__(self, "tied", tied_holders([stage.trainable for stage in self.stages]))
@@ -97,9 +97,9 @@ class Rank:
     def __init__(
         self,
         index: int,
-        setup: Setup,
+        setup: PipelineSpec,
         state: Mapping[str, Tensor],
-        transport: Transport,
+        transport: Channels,
         device: torch.device,
     ) -> None:
         self.index, self.setup, self.state, self.transport = index, setup, state, transport
@@ -335,11 +335,11 @@ class Rank:
         return torch.zeros_like(self.state[name]) if total is None else total
 
 
-def _parameter_layout(parameter: Tensor) -> Layout:
+def _parameter_layout(parameter: Tensor) -> WireFormat:
     shape = tuple(parameter.shape)
     count = parameter.numel() * parameter.element_size()
     stride = torch.empty(shape, device="meta").stride()
-    return Layout(shape, tuple(stride), parameter.dtype, parameter.device, count, True)
+    return WireFormat(shape, tuple(stride), parameter.dtype, parameter.device, count, True)
 
 
 def leftovers(rank: Rank) -> list[str]:

@@ -15,11 +15,11 @@ from torch import Tensor
 from zbcompile.errors import ShapeError
 from zbcompile.runtime.wiring import PortLike
 
-__all__ = ["Layout"]
+__all__ = ["WireFormat"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class WireFormat:
     """How one port's tensor lies in memory at the receiver; ``num_bytes`` are what a message carries."""
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Layout:
         object.__setattr__(self, "_is_plain", self.is_dense and self.stride == _contiguous(self.shape))
 
     @staticmethod
-    def of(port: PortLike) -> Layout:
+    def of(port: PortLike) -> WireFormat:
         """The layout of a port; a tensor that repeats elements arrives contiguous."""
         shape, stride = tuple(port.shape), tuple(port.stride)
         count = 1
@@ -43,7 +43,7 @@ class Layout:
         dense = _is_dense(shape, stride)
         if not dense and any(s == 0 and n > 1 for s, n in zip(stride, shape, strict=True)):
             stride, dense = _contiguous(shape), True
-        return Layout(shape, stride, port.dtype, port.device, count * port.dtype.itemsize, dense)
+        return WireFormat(shape, stride, port.dtype, port.device, count * port.dtype.itemsize, dense)
 
     def pack(self, tensor: Tensor) -> Tensor:
         """What goes on the wire, contiguous: the tensor itself, or a flat uint8 view of it or of a copy.

@@ -88,7 +88,7 @@ class Problem:
         """Bytes that the rank's stages hold all the time."""
         return sum(self.profile.stages[s].static_bytes for s in self.placement.stages_of(rank))
 
-    def room(self, rank: int) -> int | None:
+    def headroom(self, rank: int) -> int | None:
         """Cap minus static bytes: what is left for activations (may be negative); None: no limit."""
         cap = self.caps[rank]
         return None if cap is None else cap - self.static_bytes(rank)

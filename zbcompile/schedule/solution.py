@@ -18,7 +18,7 @@ class Certificate:
 
     value_ns : span or makespan of the order, as `simulate` gives it.
     bound_ns : no order of this problem is shorter.
-    method : what proved the bound: ``window_chain``, ``enclosing_pair``, ``crossing``,
+    method : what proved the bound: ``memory_window_bound``, ``enclosing_pair``, ``crossing``,
         ``area``, ``work``, ``cp_sat``, ...
     witness : the bound's evidence: plain JSON values (rank, windows, pair, terms of the sum).
     """

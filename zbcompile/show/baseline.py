@@ -43,9 +43,9 @@ def one_f_one_b(problem: Problem) -> Baseline:
     rows: list[list[Action]] = []
     most = m
     for rank in range(p):
-        room, saved = merged.room(rank), merged.profile.stages[rank].saved_bytes
-        fits = m if room is None or saved == 0 else room // saved
-        if fits < 1 or (room is not None and room < 0):
+        headroom, saved = merged.headroom(rank), merged.profile.stages[rank].saved_bytes
+        fits = m if headroom is None or saved == 0 else headroom // saved
+        if fits < 1 or (headroom is not None and headroom < 0):
             return Baseline(None, f"one microbatch does not fit on rank {rank}")
         most = min(most, fits)
         rows.append(_row(rank, min(p - rank, most), m))

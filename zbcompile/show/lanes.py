@@ -108,12 +108,12 @@ def _whole(cells: Sequence[Cell]) -> dict[int, list[int]]:
     return found
 
 
-def _label(action: Action, room: int) -> str:
+def _label(action: Action, headroom: int) -> str:
     """Letter and microbatch, or the microbatch with a space beside it, or nothing: what fits."""
     number = str(action.microbatch)
-    if len(action.kind.letter + number) <= room:
+    if len(action.kind.letter + number) <= headroom:
         return action.kind.letter + number
-    return number if len(number) < room else ""
+    return number if len(number) < headroom else ""
 
 
 def _coloured(cells: Sequence[Cell], boxes: Sequence[Box], glyphs: Glyphs) -> Text:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zbcompile.compiler.stages import FrontEndResult, build_stages
+from zbcompile.compiler.stages import StagedModel, build_stages
 from zbcompile.errors import UsageError
 from zbcompile.passes import torch_private
 from zbcompile.passes.split import backends
@@ -52,12 +52,12 @@ def model() -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def compiled(model: nn.Module) -> FrontEndResult:
+def compiled(model: nn.Module) -> StagedModel:
     points = ["blocks.1", "blocks.2", "blocks.3"]
     return build_stages(model, 4, (ARGS,), **CALL, split_points=points, backend="inductor")
 
 
-def test_inductor_has_right_gradients_and_eager_masks(model: nn.Module, compiled: FrontEndResult) -> None:
+def test_inductor_has_right_gradients_and_eager_masks(model: nn.Module, compiled: StagedModel) -> None:
     report = verify(model, compiled, (ARGS,), **CALL)
     assert report.tolerance == INDUCTOR_TOLERANCE
     assert report.worst.error <= INDUCTOR_TOLERANCE
@@ -67,12 +67,12 @@ def test_inductor_has_right_gradients_and_eager_masks(model: nn.Module, compiled
     }
 
 
-def test_equal_stages_are_compiled_once(compiled: FrontEndResult) -> None:
+def test_equal_stages_are_compiled_once(compiled: StagedModel) -> None:
     assert compiled.stages[1].calls is compiled.stages[2].calls
     assert compiled.stages[0].calls is not compiled.stages[1].calls
 
 
-def test_held_bytes_are_those_predicted(model: nn.Module, compiled: FrontEndResult) -> None:
+def test_held_bytes_are_those_predicted(model: nn.Module, compiled: StagedModel) -> None:
     state = dict(model.named_parameters()) | {n: b.clone() for n, b in model.named_buffers()}
     own = {value.untyped_storage().data_ptr() for value in state.values()}
     _, saves = run_forward(compiled.stages, state, [ARGS, CALL["target"]])
@@ -81,7 +81,7 @@ def test_held_bytes_are_those_predicted(model: nn.Module, compiled: FrontEndResu
         assert sum(size for pointer, size in storages.items() if pointer not in own) == stage.saved_bytes
 
 
-def test_fused_backward_equals_split(model: nn.Module, compiled: FrontEndResult) -> None:
+def test_fused_backward_equals_split(model: nn.Module, compiled: StagedModel) -> None:
     """BW of the last stage against B then W from the same saved values."""
     state = dict(model.named_parameters()) | {n: b.clone() for n, b in model.named_buffers()}
     torch.manual_seed(2)

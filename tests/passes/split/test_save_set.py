@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from tests.support.frontend_helpers import state_of
 from tests.support.model_zoo import PLAIN, TRANSFORMERS, Case
-from zbcompile.compiler.stages import FrontEndResult, build_stages
+from zbcompile.compiler.stages import StagedModel, build_stages
 from zbcompile.passes.split.save_set import Phase, cut, leaves
 
 MEASURED = [
@@ -30,7 +30,7 @@ def _held(saved: list[Any], alive: list[Tensor]) -> int:
     return numbers + sum(t.untyped_storage().nbytes() for key, t in storages.items() if key not in known)
 
 
-def measured_bytes(built: FrontEndResult, model: nn.Module, flat: list[Tensor]) -> list[tuple[int, int]]:
+def measured_bytes(built: StagedModel, model: nn.Module, flat: list[Tensor]) -> list[tuple[int, int]]:
     """(held between F and B, held between B and W) of every stage, from the live tensors."""
     state, values, amounts, saves = state_of(model), {}, [], []
     alive = [*state.values(), *flat]

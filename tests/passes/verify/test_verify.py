@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zbcompile.compiler.stages import FrontEndResult, build_stages
+from zbcompile.compiler.stages import StagedModel, build_stages
 from zbcompile.errors import SplitError, UsageError
 from zbcompile.passes.verify.rounding_reasons import GAPS, SHARED, reasons_of
 from zbcompile.passes.verify.verify import verify
@@ -43,7 +43,7 @@ class Model(nn.Module):
         return self.head(self.second(self.norm(self.first(self.head(x)))))
 
 
-def built(model: nn.Module, stages: int = 3) -> tuple[FrontEndResult, dict[str, Any]]:
+def built(model: nn.Module, stages: int = 3) -> tuple[StagedModel, dict[str, Any]]:
     torch.manual_seed(5)
     call = {"args": (torch.randn(8, 6),), "target": torch.randn(8, 6), "loss_fn": nn.functional.mse_loss}
     front = build_stages(model, stages, call["args"], target=call["target"], loss_fn=call["loss_fn"])
@@ -81,7 +81,7 @@ def test_it_leaves_buffers_gradients_and_random_state_alone(model: nn.Module) ->
     assert all(p.grad is not None for p in model.parameters())
 
 
-def corrupted(front: FrontEndResult, graph: str, target: str, position: int, value: Any) -> FrontEndResult:
+def corrupted(front: StagedModel, graph: str, target: str, position: int, value: Any) -> StagedModel:
     """``front`` with one constant of the first call of ``target`` in a graph changed."""
     stage, node = next(
         (held.index, node)

@@ -9,7 +9,7 @@ import pytest
 from tests.support.planner_cases import brute_force, random_placement, random_problem
 from zbcompile.planner.bounds.analytic import analytic_bounds, best_bound
 from zbcompile.planner.bounds.knapsack import fractional
-from zbcompile.planner.core.instance import Flat
+from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.exact.model import solve_exact
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -21,7 +21,7 @@ PER_BLOCK = 40
 
 def exact_value(problem: Problem) -> int:
     """The optimum, proved by CP-SAT without any bound of ours."""
-    result = solve_exact(Flat.of(problem), lower=0, time_limit_s=120)
+    result = solve_exact(Instance.of(problem), lower=0, time_limit_s=120)
     assert result.proved, "the instance is too large for this test"
     assert result.value_ns == result.bound_ns
     return result.bound_ns
@@ -67,7 +67,7 @@ def test_window_chain_gives_the_formula_of_zb_h1(p: int, m: int) -> None:
     problem = Problem.of(Profile.uniform(stage, p, latency), None, m, 100 * p)
     bubble = (p - 1) * (forward + backward - weight + 4 * latency)
     bound = best_bound(problem)
-    assert (bound.method, bound.value_ns) == ("window_chain", m * (forward + backward + weight) + bubble)
+    assert (bound.method, bound.value_ns) == ("memory_windows", m * (forward + backward + weight) + bubble)
 
 
 def test_makespan_without_a_cap_is_head_and_work() -> None:

@@ -20,7 +20,7 @@ from zbcompile.formats import schedule_json
 from zbcompile.planner.bounds.analytic import Bound, analytic_bounds
 from zbcompile.planner.certify.certificate import explain, verify, verify_certificate
 from zbcompile.planner.certify.derive import Derivation, Facts, derivations
-from zbcompile.planner.core.instance import Flat, to_schedule
+from zbcompile.planner.core.instance import Instance, to_schedule
 from zbcompile.planner.exact.crossing import crossing_bound
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts.initial import one_at_a_time
@@ -60,7 +60,7 @@ def test_every_analytic_bound_is_derived_again_to_the_nanosecond() -> None:
 
 def certified(problem: Problem, bound: Bound) -> Solution:
     """A slow order with a given bound as its certificate."""
-    schedule = to_schedule(one_at_a_time(Flat.of(problem)), problem)
+    schedule = to_schedule(one_at_a_time(Instance.of(problem)), problem)
     value = simulate(schedule, problem).value_ns
     certificate = Certificate(
         problem.objective, value, min(bound.value_ns, value), bound.method, as_plain(bound.witness)
@@ -102,7 +102,7 @@ Change = Callable[[dict[str, Any]], None]
 )
 def test_a_broken_witness_is_refused_in_words(change: Change, words: str) -> None:
     problem = Problem.of(Profile.uniform(StageCost.simple(10, 10, 10), 3, 1), None, 8, 6)
-    (bound,) = [b for b in analytic_bounds(problem) if b.method == "window_chain" and b.witness["rank"] == 0]
+    (bound,) = [b for b in analytic_bounds(problem) if b.method == "memory_windows" and b.witness["rank"] == 0]
     witness = as_plain(bound.witness)
     assert verify(certified(problem, bound)) == []
     change(witness)
@@ -144,8 +144,8 @@ def test_crossing_bounds_are_proved_again_or_refused() -> None:
     bounds = {}
     for objective in ("span", "makespan"):
         here = problem.with_(objective=objective)
-        flat, analytic = Flat.of(here).relaxed(), analytic_bounds(here)[0].value_ns
-        found = crossing_bound(flat, 0, Fraction(1), upper_ns=10**6, time_limit_s=20)
+        instance, analytic = Instance.of(here).relaxed(), analytic_bounds(here)[0].value_ns
+        found = crossing_bound(instance, 0, Fraction(1), upper_ns=10**6, time_limit_s=20)
         assert found.value_ns > analytic
         bounds[objective] = found.value_ns
         witness = {"rank": 0, "grid": [1, 1]}
@@ -165,7 +165,7 @@ def test_crossing_bounds_are_proved_again_or_refused() -> None:
 
 def test_holding_bounds_are_derived_again() -> None:
     solution = plan(table_problem(1, 10, "batched", 4, 12), time_limit_s=4)
-    assert solution.certificate.method == "holding"
+    assert solution.certificate.method == "blocking_send"
     assert verify(solution) == []
     assert "a last message" in explain(solution)
 

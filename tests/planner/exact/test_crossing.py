@@ -12,7 +12,7 @@ import pytest
 from tests.support.planner_cases import random_problem
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.certify.certificate import verify_certificate
-from zbcompile.planner.core.instance import Flat, is_chain, least_room
+from zbcompile.planner.core.instance import Instance, is_chain, least_room
 from zbcompile.planner.core.score import fits, value_of
 from zbcompile.planner.exact.crossing import crossing_bound, grids, scaled, shifted
 from zbcompile.planner.exact.model import solve_exact
@@ -26,9 +26,9 @@ from zbcompile.schedule.problem import Problem
 def short_of_memory(rng: random.Random, ranks: int, microbatches: int) -> Problem:
     """Caps between one and about p microbatches."""
     problem = random_problem(rng, ranks=ranks, microbatches=microbatches, objective="span")
-    flat = Flat.of(problem)
+    instance = Instance.of(problem)
     return problem.with_(
-        caps=tuple(int(least_room(flat, r) * rng.uniform(1, ranks * 0.9)) for r in range(ranks))
+        caps=tuple(int(least_room(instance, r) * rng.uniform(1, ranks * 0.9)) for r in range(ranks))
     )
 
 
@@ -41,14 +41,14 @@ def test_never_above_the_optimum(block: int) -> None:
         rng = random.Random(10_000 + 20 * block + k)
         ranks = rng.randint(2, 4)
         problem = short_of_memory(rng, ranks, rng.randint(2, 5 if ranks < 4 else 4))
-        flat = Flat.of(problem)
-        exact = solve_exact(flat, lower=0, time_limit_s=20)
+        instance = Instance.of(problem)
+        exact = solve_exact(instance, lower=0, time_limit_s=20)
         assert exact.proved
         found = []
         for rank in range(ranks):
             for grid in (Fraction(1), Fraction(3, 2)):
                 bound = crossing_bound(
-                    flat.relaxed(),
+                    instance.relaxed(),
                     rank,
                     grid,
                     upper_ns=2 * exact.bound_ns,
@@ -69,17 +69,17 @@ def test_the_whole_chain_is_exact(objective: str) -> None:
         rng = random.Random(20_000 + k)
         ranks = rng.randint(2, 4)
         problem = short_of_memory(rng, ranks, rng.randint(2, 5 if ranks < 4 else 4))
-        flat = Flat.of(problem.with_(objective=objective)).relaxed()
-        exact = solve_exact(flat, lower=0, time_limit_s=20)
+        instance = Instance.of(problem.with_(objective=objective)).relaxed()
+        exact = solve_exact(instance, lower=0, time_limit_s=20)
         assert exact.proved
-        whole = crossing_bound(flat, None, Fraction(1), upper_ns=2 * exact.bound_ns, time_limit_s=20)
+        whole = crossing_bound(instance, None, Fraction(1), upper_ns=2 * exact.bound_ns, time_limit_s=20)
         assert (whole.value_ns, whole.closed) == (exact.bound_ns, True), problem
         assert whole.codes is not None
-        assert fits(flat, whole.codes)
-        assert value_of(flat, whole.codes) == exact.bound_ns
-        coarse = crossing_bound(flat, None, Fraction(3, 2), upper_ns=2 * exact.bound_ns, time_limit_s=20)
+        assert fits(instance, whole.codes)
+        assert value_of(instance, whole.codes) == exact.bound_ns
+        coarse = crossing_bound(instance, None, Fraction(3, 2), upper_ns=2 * exact.bound_ns, time_limit_s=20)
         assert coarse.value_ns <= exact.bound_ns
-        proved = crossing_bound(flat, None, Fraction(1), upper_ns=exact.bound_ns, time_limit_s=20)
+        proved = crossing_bound(instance, None, Fraction(1), upper_ns=exact.bound_ns, time_limit_s=20)
         assert (proved.value_ns, proved.codes) == (exact.bound_ns, None)
 
 
@@ -87,26 +87,26 @@ def test_a_known_value_is_proved_when_nothing_shorter_exists() -> None:
     """p = 4, m = 8, times 3:3:2, memory of 3 microbatches: 88 is optimal, the analytic bound says 86."""
     problem = Problem.of(Profile.uniform(StageCost.simple(3, 3, 2), 4), None, 8, 6)
     assert best_bound(problem).value_ns == 86
-    bound = crossing_bound(Flat.of(problem), 0, Fraction(1), upper_ns=88, time_limit_s=60)
+    bound = crossing_bound(Instance.of(problem), 0, Fraction(1), upper_ns=88, time_limit_s=60)
     assert (bound.value_ns, bound.closed) == (88, True)
 
 
 def test_scaled_times_never_exceed_the_real_ones() -> None:
     rng = random.Random(3)
     for _ in range(50):
-        flat = Flat.of(random_problem(rng, ranks=3, microbatches=2, longest=1000))
-        for grid in grids(flat, 24):
-            coarse = scaled(flat, grid)
-            for small, real in zip(coarse.forward, flat.forward, strict=True):
+        instance = Instance.of(random_problem(rng, ranks=3, microbatches=2, longest=1000))
+        for grid in grids(instance, 24):
+            coarse = scaled(instance, grid)
+            for small, real in zip(coarse.forward, instance.forward, strict=True):
                 assert small * grid <= real
 
 
 def test_only_plain_chains_qualify() -> None:
     stage = StageCost.simple(1, 1, 1)
-    assert is_chain(Flat.of(Problem.of(Profile.uniform(stage, 3), None, 2)))
+    assert is_chain(Instance.of(Problem.of(Profile.uniform(stage, 3), None, 2)))
     skip = Profile((stage,) * 3, (Edge(0, 1), Edge(1, 2), Edge(0, 2)))
-    assert not is_chain(Flat.of(Problem.of(skip, None, 2)))
-    assert not is_chain(Flat.of(Problem.of(Profile.uniform(stage, 4), Placement.v(2), 2)))
+    assert not is_chain(Instance.of(Problem.of(skip, None, 2)))
+    assert not is_chain(Instance.of(Problem.of(Profile.uniform(stage, 4), Placement.v(2), 2)))
 
 
 def paper_stages(microbatches: int) -> Problem:
@@ -117,7 +117,7 @@ def paper_stages(microbatches: int) -> Problem:
 
 def test_the_whole_chain_proves_what_single_ranks_do_not() -> None:
     problem = paper_stages(8)
-    flat = Flat.of(problem)
+    instance = Instance.of(problem)
     first, second = (plan(problem, time_limit_s=100) for _ in range(2))
     assert first.certificate.is_optimal
     assert first.certificate.witness["rank"] is None
@@ -125,7 +125,9 @@ def test_the_whole_chain_proves_what_single_ranks_do_not() -> None:
     assert first == second
     value = first.certificate.value_ns
     for rank in range(3):
-        alone = crossing_bound(flat, rank, grids(shifted(flat), 96)[-1], upper_ns=value, time_limit_s=60)
+        alone = crossing_bound(
+            instance, rank, grids(shifted(instance), 96)[-1], upper_ns=value, time_limit_s=60
+        )
         assert alone.closed
         assert alone.value_ns < value
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.planner_cases import brute_force, random_problem
 from zbcompile.planner.bounds.analytic import best_bound
-from zbcompile.planner.core.instance import Flat
+from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.exact.model import ask_below, right_shifted_starts, solve_exact
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.schedule.costs import Link, Profile, StageCost
@@ -22,7 +22,7 @@ def test_equals_brute_force_with_one_stage_per_rank(objective: str) -> None:
         rng = random.Random(k)
         ranks, microbatches = rng.choice([(2, 2), (2, 3), (3, 2)])
         problem = random_problem(rng, ranks=ranks, microbatches=microbatches, objective=objective)
-        result = solve_exact(Flat.of(problem), lower=0, time_limit_s=20)
+        result = solve_exact(Instance.of(problem), lower=0, time_limit_s=20)
         assert result.proved
         assert result.value_ns == result.bound_ns == brute_force(problem)
 
@@ -34,44 +34,44 @@ def test_equals_brute_force_with_several_stages_per_rank(rank_of: tuple[int, ...
         problem = random_problem(
             rng, ranks=2, microbatches=2 if len(rank_of) == 3 else 1, placement=Placement(rank_of)
         )
-        result = solve_exact(Flat.of(problem), lower=0, time_limit_s=20)
+        result = solve_exact(Instance.of(problem), lower=0, time_limit_s=20)
         assert result.value_ns == result.bound_ns == brute_force(problem)
 
 
 def test_bound_and_hint_change_the_speed_and_not_the_result() -> None:
     for k in range(12):
         problem = random_problem(random.Random(k), ranks=3, microbatches=3)
-        flat = Flat.of(problem)
-        plain = solve_exact(flat, lower=0, time_limit_s=20)
+        instance = Instance.of(problem)
+        plain = solve_exact(instance, lower=0, time_limit_s=20)
         helped = solve_exact(
-            flat, lower=best_bound(problem).value_ns, incumbent=one_at_a_time(flat), time_limit_s=20
+            instance, lower=best_bound(problem).value_ns, incumbent=one_at_a_time(instance), time_limit_s=20
         )
         assert plain.bound_ns == helped.bound_ns == helped.value_ns
 
 
 def test_the_same_seed_gives_the_same_order() -> None:
     problem = Problem.of(Profile.uniform(StageCost.simple(3, 3, 2), 3), None, 4, 4)
-    first, second = (solve_exact(Flat.of(problem), lower=0, seed=3) for _ in range(2))
+    first, second = (solve_exact(Instance.of(problem), lower=0, seed=3) for _ in range(2))
     assert first.codes == second.codes
 
 
 def test_a_hint_is_a_feasible_timing() -> None:
     """Right-shifted starts keep every dependency and the value of the order."""
     problem = random_problem(random.Random(5), ranks=3, microbatches=3, placement=Placement.v(3))
-    flat = Flat.of(problem)
-    starts = right_shifted_starts(flat, one_at_a_time(flat))
-    for s in range(flat.num_stages):
+    instance = Instance.of(problem)
+    starts = right_shifted_starts(instance, one_at_a_time(instance))
+    for s in range(instance.num_stages):
         for i in range(3):
-            for other, lag in flat.forward_from[s]:
-                assert starts[0, s, i] >= starts[0, other, i] + flat.forward[other] + lag
-            for other, lag in flat.backward_from[s]:
-                assert starts[1, s, i] >= starts[1, other, i] + flat.backward[other] + lag
+            for other, lag in instance.forward_from[s]:
+                assert starts[0, s, i] >= starts[0, other, i] + instance.forward[other] + lag
+            for other, lag in instance.backward_from[s]:
+                assert starts[1, s, i] >= starts[1, other, i] + instance.backward[other] + lag
 
 
 def test_an_order_at_the_bound_is_found_first() -> None:
     problem = Problem.of(Profile.uniform(StageCost.simple(1, 1, 1), 4), None, 8, 8)
     bound = best_bound(problem).value_ns
-    result = solve_exact(Flat.of(problem), lower=bound, time_limit_s=60)
+    result = solve_exact(Instance.of(problem), lower=bound, time_limit_s=60)
     assert (result.value_ns, result.proved) == (bound, True)
 
 
@@ -86,7 +86,7 @@ def test_actions_without_length_make_no_circle(seed: int) -> None:
     if seed == 0:
         stages = (StageCost.simple(0, 0, 0, 2, 1),) * 6
     problem = Problem.of(Profile(stages, link=Link(rng.randint(0, 1))), Placement.v(3), 3, None, "makespan")
-    result = solve_exact(Flat.of(problem), lower=0, time_limit_s=20)
+    result = solve_exact(Instance.of(problem), lower=0, time_limit_s=20)
     assert result.proved
     assert result.value_ns == result.bound_ns
 
@@ -98,10 +98,10 @@ def test_questions_from_below_prove_more_than_the_sums(p: int, below: int, above
     profile = Profile.uniform(stage, 2 * p, 601_000)
     problem = Problem.of(profile, Placement.v(p), p, 2 * p * 201_216, "makespan")
     assert best_bound(problem).value_ns < below
-    none = ask_below(Flat.of(problem), below, time_limit_s=60)
+    none = ask_below(Instance.of(problem), below, time_limit_s=60)
     assert none.proved
     assert none.codes is None
     if above is not None:
-        found = ask_below(Flat.of(problem), above, time_limit_s=10)
+        found = ask_below(Instance.of(problem), above, time_limit_s=10)
         assert found.value_ns is not None
         assert below <= found.value_ns < above

@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.places import DATA
 from tests.support.planner_cases import random_problem
-from zbcompile.planner.core.instance import Flat, W, to_schedule
+from zbcompile.planner.core.instance import Instance, W, to_schedule
 from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.improve.fold import Folded, fold
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts import classic
-from zbcompile.planner.starts.v_list import Settings, turn_order, turn_orders
+from zbcompile.planner.starts.v_list import Settings, v_list_order, v_list_orders
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -41,19 +41,19 @@ def peer_row(p: int, m: int, name: str, objective: str) -> tuple[Problem, int]:
     return problem, round(peer["longest_stage" if objective == "span" else "makespan"] * 1000)
 
 
-def folded_classic(name: str, p: int, m: int, latency: int = 754) -> tuple[Flat, Folded]:
+def folded_classic(name: str, p: int, m: int, latency: int = 754) -> tuple[Instance, Folded]:
     problem = v_problem(p, m, p * 34 * 2, latency)
-    flat = Flat.of(problem)
+    instance = Instance.of(problem)
     codes = dict(classic.orders_for(problem))[name]
-    folded = fold(flat, codes, Annealer(flat))
+    folded = fold(instance, codes, Annealer(instance))
     assert folded is not None
     assert folded.unfold() == codes
-    return flat, folded
+    return instance, folded
 
 
-def score(flat: Flat, codes: list[list[tuple[int, int]]] | None) -> int:
+def score(instance: Instance, codes: list[list[tuple[int, int]]] | None) -> int:
     assert codes is not None
-    found = Annealer(flat).score(codes)
+    found = Annealer(instance).score(codes)
     assert found is not None
     return found[0]
 
@@ -63,8 +63,8 @@ def score(flat: Flat, codes: list[list[tuple[int, int]]] | None) -> int:
 def test_turns_reach_the_peers_zb_v(p: int, m: int, objective: str) -> None:
     """The published profiles at the memory of the peer's own ZB-V: never longer than its order."""
     problem, peer = peer_row(p, m, "ZB-V", objective)
-    flat = Flat.of(problem)
-    value, _, codes = turn_orders(flat, Annealer(flat))[0]
+    instance = Instance.of(problem)
+    value, _, codes = v_list_orders(instance, Annealer(instance))[0]
     schedule = to_schedule(codes, problem)
     check(schedule, problem)
     result = simulate(schedule, problem)
@@ -80,42 +80,42 @@ def test_turns_make_legal_orders_or_none(seed: int) -> None:
     placement = Placement.v(ranks, 2)
     problem = random_problem(rng, ranks=ranks, microbatches=rng.randint(1, 7), placement=placement)
     settings = Settings(rng.randint(0, 20), rng.random() < 0.5, rng.random() < 0.5)
-    codes = turn_order(Flat.of(problem), settings)
+    codes = v_list_order(Instance.of(problem), settings)
     if codes is not None:
         check(to_schedule(codes, problem), problem)
 
 
 def test_turns_are_for_the_v_alone_and_for_what_can_win() -> None:
     linear = Problem.of(Profile.uniform(STAGE, 4, 754), None, 8, 4 * 34)
-    assert turn_orders(Flat.of(linear), Annealer(Flat.of(linear))) == []
-    flat = Flat.of(v_problem(4, 12, 8 * 34))
-    annealer = Annealer(flat)
-    first = turn_order(flat, Settings(0, False, False))
-    value = score(flat, first)
-    assert turn_orders(flat, annealer, value - 1) == []
-    assert turn_orders(flat, annealer, value)[0][0] <= value
+    assert v_list_orders(Instance.of(linear), Annealer(Instance.of(linear))) == []
+    instance = Instance.of(v_problem(4, 12, 8 * 34))
+    annealer = Annealer(instance)
+    first = v_list_order(instance, Settings(0, False, False))
+    value = score(instance, first)
+    assert v_list_orders(instance, annealer, value - 1) == []
+    assert v_list_orders(instance, annealer, value)[0][0] <= value
 
 
 @pytest.mark.parametrize("name", ["ZB-V", "V-Half", "V-Min"])
 @pytest.mark.parametrize("m", [23, 48])
 def test_the_middle_comes_back_as_it_was(name: str, m: int) -> None:
     """Folded and unfolded: the same order. Grown: the idle time of the folded one."""
-    flat, folded = folded_classic(name, 8, m)
-    assert folded.flat.num_microbatches <= 16
+    instance, folded = folded_classic(name, 8, m)
+    assert folded.instance.num_microbatches <= 16
     assert folded.grown(m) == folded.unfold()
     again = folded.grown(60)
-    long = replace(flat, num_microbatches=60)
+    long = replace(instance, num_microbatches=60)
     if name != "V-Min":  # whose middle idles
-        block = flat.work(0) // m
-        short = score(folded.flat, folded.codes)
-        assert score(long, again) == short + (60 - folded.flat.num_microbatches) * block
+        block = instance.work(0) // m
+        short = score(folded.instance, folded.codes)
+        assert score(long, again) == short + (60 - folded.instance.num_microbatches) * block
 
 
 def test_blocks_that_do_not_fill_the_difference_are_not_grown() -> None:
     _, folded = folded_classic("V-Half", 4, 24)
-    low, high, copies = folded.fences[0]  # type: ignore[index]
-    double = replace(folded, fences=[(low, 2 * high - low, copies)] * 4)
-    count = folded.flat.num_microbatches
+    low, high, copies = folded.frozen_blocks[0]  # type: ignore[index]
+    double = replace(folded, frozen_blocks=[(low, 2 * high - low, copies)] * 4)
+    count = folded.instance.num_microbatches
     assert double.grown(count + 3) is None
     assert double.grown(count - 2) is None
     assert double.grown(count + 4) is not None
@@ -124,22 +124,30 @@ def test_blocks_that_do_not_fill_the_difference_are_not_grown() -> None:
 def test_annealing_leaves_the_block_alone() -> None:
     """V-Half, whose middle has no idle time: every rank's block stays, and what is gained is gained for
     any number of microbatches."""
-    flat, folded = folded_classic("V-Half", 8, 40)
-    found = Annealer(folded.flat).run(folded.codes, 4000, seed=1, heat=4e-4, fences=folded.fences)
-    gained = score(folded.flat, folded.codes) - score(folded.flat, found)
+    instance, folded = folded_classic("V-Half", 8, 40)
+    found = Annealer(folded.instance).run(
+        folded.codes, 4000, seed=1, heat=4e-4, frozen_blocks=folded.frozen_blocks
+    )
+    gained = score(folded.instance, folded.codes) - score(folded.instance, found)
     assert gained > 0
-    for before, after, (low, high, copies) in zip(folded.codes, found, folded.fences or [], strict=True):
+    for before, after, (low, high, copies) in zip(
+        folded.codes, found, folded.frozen_blocks or [], strict=True
+    ):
         assert copies == 1
         assert before[low:high] == after[low:high]
-    assert score(flat, folded.unfold()) - score(flat, replace(folded, codes=found).unfold()) == gained
+    assert score(instance, folded.unfold()) - score(instance, replace(folded, codes=found).unfold()) == gained
 
 
 def test_copies_are_changed_alike() -> None:
     """V-Min's middle idles on a slow link: annealed in several copies at once, whole blocks stay whole."""
-    flat, folded = folded_classic("V-Min", 8, 64, latency=9000)
-    found = Annealer(folded.flat).run(folded.codes, 6000, seed=1, heat=4e-4, fences=folded.fences)
+    instance, folded = folded_classic("V-Min", 8, 64, latency=9000)
+    found = Annealer(folded.instance).run(
+        folded.codes, 6000, seed=1, heat=4e-4, frozen_blocks=folded.frozen_blocks
+    )
     changed = False
-    for before, after, (low, high, copies) in zip(folded.codes, found, folded.fences or [], strict=True):
+    for before, after, (low, high, copies) in zip(
+        folded.codes, found, folded.frozen_blocks or [], strict=True
+    ):
         size = high - low
         assert copies > 1
         blocks = [after[low + k * size : low + (k + 1) * size] for k in range(copies)]
@@ -148,20 +156,20 @@ def test_copies_are_changed_alike() -> None:
         changed = changed or blocks[0] != before[low:high]
     assert changed
     whole = replace(folded, codes=found).unfold()
-    assert score(flat, whole) < score(flat, folded.unfold())
+    assert score(instance, whole) < score(instance, folded.unfold())
     problem = v_problem(8, 64, 8 * 34 * 2, latency=9000)
     check(to_schedule(whole, problem), problem)
 
 
 def test_no_middle_no_fold() -> None:
     """Too few microbatches, fused backwards, and orders that never repeat."""
-    flat = Flat.of(v_problem(8, 9, 8 * 68))
-    annealer = Annealer(flat)
+    instance = Instance.of(v_problem(8, 9, 8 * 68))
+    annealer = Annealer(instance)
     orders = dict(classic.orders_for(v_problem(8, 9, 8 * 68)))
-    assert fold(flat, orders["V-Half"], annealer) is None
+    assert fold(instance, orders["V-Half"], annealer) is None
     long = v_problem(4, 24, 4 * 68)
     fused = dict(classic.orders_for(long))["DualPipeV"]
-    assert fold(Flat.of(long), fused, Annealer(Flat.of(long))) is None
+    assert fold(Instance.of(long), fused, Annealer(Instance.of(long))) is None
     codes = [list(row) for row in dict(classic.orders_for(long))["V-Half"]]
     rng = random.Random(0)
     for row in codes:
@@ -169,8 +177,8 @@ def test_no_middle_no_fold() -> None:
             k = rng.randrange(len(row) - 1)
             if row[k][0] == W and row[k + 1] != row[k]:
                 row[k], row[k + 1] = row[k + 1], row[k]
-    flat = replace(Flat.of(long), room=(10**9,) * 4)
-    folded = fold(flat, codes, Annealer(flat))
+    instance = replace(Instance.of(long), headroom=(10**9,) * 4)
+    folded = fold(instance, codes, Annealer(instance))
     assert folded is None or folded.unfold() == codes
 
 
@@ -178,12 +186,15 @@ def test_no_middle_no_fold() -> None:
 def test_v_half_beats_the_peers_for_any_count(m: int) -> None:
     """The published profile at p = 8, at the memory of the peer's own V-Half, folded."""
     problem, peer = peer_row(8, m, "V-Half", "span")
-    flat = Flat.of(problem)
-    folded = fold(flat, dict(classic.orders_for(problem))["V-Half"], Annealer(flat))
+    instance = Instance.of(problem)
+    folded = fold(instance, dict(classic.orders_for(problem))["V-Half"], Annealer(instance))
     assert folded is not None
-    annealer = Annealer(folded.flat)
-    found = [annealer.run(folded.codes, 20_000, seed=k, heat=4e-4, fences=folded.fences) for k in (1, 2)]
-    assert min(score(flat, replace(folded, codes=codes).unfold()) for codes in found) < peer
+    annealer = Annealer(folded.instance)
+    found = [
+        annealer.run(folded.codes, 20_000, seed=k, heat=4e-4, frozen_blocks=folded.frozen_blocks)
+        for k in (1, 2)
+    ]
+    assert min(score(instance, replace(folded, codes=codes).unfold()) for codes in found) < peer
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -195,12 +206,12 @@ def test_actions_without_length_are_folded_whole_or_not_at_all(seed: int) -> Non
     profile = Profile.uniform(stage, placement.num_stages, rng.randint(0, 1))
     cap = rng.choice((12, 16, 24))
     problem = Problem.of(profile, placement, rng.choice((12, 16)), cap, rng.choice(("span", "makespan")))
-    flat, annealer = Flat.of(problem), Annealer(Flat.of(problem))
+    instance, annealer = Instance.of(problem), Annealer(Instance.of(problem))
     orders = [codes for _, codes in classic.orders_for(problem)]
-    orders += [codes for _, _, codes in turn_orders(flat, annealer)]
+    orders += [codes for _, _, codes in v_list_orders(instance, annealer)]
     for codes in orders:
-        folded = fold(flat, codes, annealer)
+        folded = fold(instance, codes, annealer)
         if folded is not None:
             assert folded.unfold() == codes
-            assert Annealer(folded.flat).score(folded.codes) is not None
+            assert Annealer(folded.instance).score(folded.codes) is not None
     check(plan(problem, time_limit_s=1).schedule, problem)

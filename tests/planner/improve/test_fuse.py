@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from tests.support.strategies import greedy_order, problems
 from zbcompile.errors import CheckError
 from zbcompile.planner.bounds.analytic import best_bound
-from zbcompile.planner.bounds.blocking_send import holding_bound
-from zbcompile.planner.core.instance import BW, B, Codes, F, Flat, W, shaped, to_codes, to_schedule
+from zbcompile.planner.bounds.blocking_send import blocking_send_bound
+from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W, shaped, to_codes, to_schedule
 from zbcompile.planner.core.score import fits
 from zbcompile.planner.core.times import Clock
 from zbcompile.planner.improve.fuse import fuse_range, improve_fusing, split_range
 from zbcompile.planner.improve.jitter import jittered_mean
-from zbcompile.planner.incumbent import Best
+from zbcompile.planner.incumbent import Incumbent
 from zbcompile.planner.plan import plan
-from zbcompile.planner.starts.fused_patterns import Pattern, window_choices
+from zbcompile.planner.starts.fused_patterns import FusedPattern, window_choices
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.schedule.check import check, faults
 from zbcompile.schedule.costs import Link, Profile, StageCost
@@ -48,7 +48,7 @@ def test_the_flat_clock_equals_the_simulation(problem: Problem, random: object, 
 @given(problems(), st.sampled_from(TRANSPORTS))
 def test_one_microbatch_at_a_time_never_deadlocks(problem: Problem, transport: str) -> None:
     problem = problem.with_(transport=transport)
-    assert faults(to_schedule(one_at_a_time(Flat.of(problem)), problem), problem) == []
+    assert faults(to_schedule(one_at_a_time(Instance.of(problem)), problem), problem) == []
 
 
 def table_problem(
@@ -62,14 +62,14 @@ def table_problem(
 
 def zb_h1_with(problem: Problem, choice: str) -> int:
     """Makespan of ZB-H1 with backwards split everywhere (but on rank 0), by the rule of thumb, or nowhere."""
-    flat, p, m = Flat.of(problem), problem.num_ranks, problem.num_microbatches
+    instance, p, m = Instance.of(problem), problem.num_ranks, problem.num_microbatches
     windows = {
         "all": [(m, m) if d else (0, 0) for d in range(p)],
         "rule": [(d, p - d) if d else (0, 0) for d in range(p)],
         "never": [(0, 0)] * p,
     }[choice]
-    pattern = Pattern(tuple(p - d for d in range(p)), tuple(range(p)), tuple(windows))
-    return simulate(to_schedule(pattern.codes(flat), problem), problem).makespan_ns
+    pattern = FusedPattern(tuple(p - d for d in range(p)), tuple(range(p)), tuple(windows))
+    return simulate(to_schedule(pattern.codes(instance), problem), problem).makespan_ns
 
 
 @pytest.mark.parametrize(
@@ -101,15 +101,15 @@ def test_blocking_sends_lead_to_the_rule_of_thumb(transport: str) -> None:
     """Rank 0 never splits; in the steady state nobody does; start and end are split."""
     p, m = 4, 12
     problem = table_problem(1, 10, transport, p, m)
-    best = Best(problem, best_bound(problem), time_limit_s=60)
-    improve_fusing(best, tries=500)
-    assert best.codes is not None
-    assert best.value is not None
-    check(best.schedule(), problem)
-    assert best.value <= zb_h1_with(problem, "rule")
-    assert splits_of(best.codes, 0) == []
+    incumbent = Incumbent(problem, best_bound(problem), time_limit_s=60)
+    improve_fusing(incumbent, tries=500)
+    assert incumbent.codes is not None
+    assert incumbent.value is not None
+    check(incumbent.schedule(), problem)
+    assert incumbent.value <= zb_h1_with(problem, "rule")
+    assert splits_of(incumbent.codes, 0) == []
     for stage in range(1, p):
-        splits = splits_of(best.codes, stage)
+        splits = splits_of(incumbent.codes, stage)
         assert m - 1 in splits
         assert not set(range(p, m - p)) & set(splits)
 
@@ -117,25 +117,25 @@ def test_blocking_sends_lead_to_the_rule_of_thumb(transport: str) -> None:
 def test_small_changes_alone_lead_from_fused_orders_to_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 1F1B as the only pattern to start from, the event graph leads to an order as short."""
     p, m = 4, 12
-    fused = Pattern(tuple(p - d for d in range(p)), (0,) * p, ((0, 0),) * p)
-    monkeypatch.setattr("zbcompile.planner.improve.fuse.patterns", lambda flat: iter((fused,)))
-    monkeypatch.setattr("zbcompile.planner.improve.fuse.window_choices", lambda flat: [])
+    fused = FusedPattern(tuple(p - d for d in range(p)), (0,) * p, ((0, 0),) * p)
+    monkeypatch.setattr("zbcompile.planner.improve.fuse.patterns", lambda instance: iter((fused,)))
+    monkeypatch.setattr("zbcompile.planner.improve.fuse.window_choices", lambda instance: [])
     problem = table_problem(1, 10, "batched", p, m)
-    best = Best(problem, best_bound(problem), time_limit_s=60)
-    improve_fusing(best, tries=1500)
-    assert best.value is not None
-    assert best.value <= 1.01 * zb_h1_with(problem, "rule")
+    incumbent = Incumbent(problem, best_bound(problem), time_limit_s=60)
+    improve_fusing(incumbent, tries=1500)
+    assert incumbent.value is not None
+    assert incumbent.value <= 1.01 * zb_h1_with(problem, "rule")
 
 
 @pytest.mark.parametrize(("latency", "delta", "steady"), [(5, 10, True), (5, 40, False), (0.5, 10, False)])
 def test_async_splits_the_steady_state_only_where_it_pays(latency: float, delta: float, steady: bool) -> None:
     """Split iff delta < about 0.85 min(2c, TW): 2.9 < 8.5 ms; 11.8 > 8.5 ms; 2.9 > 0.85 ms."""
     problem = table_problem(latency, delta, "async", 4, 16)
-    best = Best(problem, best_bound(problem), time_limit_s=60)
-    improve_fusing(best, tries=700)
-    assert best.codes is not None
+    incumbent = Incumbent(problem, best_bound(problem), time_limit_s=60)
+    improve_fusing(incumbent, tries=700)
+    assert incumbent.codes is not None
     middle = set(range(6, 10))
-    split = sum(len(middle & set(splits_of(best.codes, s))) for s in range(1, 4))
+    split = sum(len(middle & set(splits_of(incumbent.codes, s))) for s in range(1, 4))
     assert (split > 6) == steady
 
 
@@ -156,7 +156,7 @@ def test_fusing_and_splitting_ranges_keep_orders_legal_and_fusing_saves_memory(d
     codes = to_codes(greedy_order(problem, data.draw(st.randoms(use_true_random=False))))
     stage = data.draw(st.integers(0, problem.num_stages - 1))
     low = data.draw(st.integers(0, problem.num_microbatches))
-    rank, flat = problem.placement.rank_of[stage], Flat.of(problem)
+    rank, instance = problem.placement.rank_of[stage], Instance.of(problem)
 
     def with_row(row: list[tuple[int, int]]) -> Codes:
         return [row if r == rank else old for r, old in enumerate(codes)]
@@ -166,7 +166,7 @@ def test_fusing_and_splitting_ranges_keep_orders_legal_and_fusing_saves_memory(d
     for changed in (fused, split, shaped(codes, "never"), shaped(codes, "always")):
         assert faults(to_schedule(changed, problem), problem) == []
     peaks = [simulate(to_schedule(c, problem), problem).peak_bytes[rank] for c in (codes, fused)]
-    if all(pending <= saved for pending, saved in zip(flat.pending, flat.saved, strict=True)):
+    if all(pending <= saved for pending, saved in zip(instance.pending, instance.saved, strict=True)):
         assert peaks[1] <= peaks[0]
 
 
@@ -209,12 +209,12 @@ def random_fusing_problem(rng: random.Random, transport: str) -> Problem:
 
 def brute_force_with_fusing(problem: Problem) -> int:
     """Least value over every order and every choice of splits that fits and does not deadlock."""
-    flat, clock = Flat.of(problem), Clock.of(problem)
+    instance, clock = Instance.of(problem), Clock.of(problem)
     alone = [
         [list(row) for row in rows_with_fusing(r, problem.num_microbatches)] for r in range(problem.num_ranks)
     ]
     fitting = [
-        [row for row in rows if fits(flat, [row if x == r else [] for x in range(problem.num_ranks)])]
+        [row for row in rows if fits(instance, [row if x == r else [] for x in range(problem.num_ranks)])]
         for r, rows in enumerate(alone)
     ]
     values = [clock.value(list(rows)) for rows in itertools.product(*fitting)]
@@ -229,7 +229,7 @@ def test_bounds_hold_over_all_orders_and_all_choices_of_fusing(transport: str) -
         problem = random_fusing_problem(rng, transport)
         least = brute_force_with_fusing(problem)
         bounds = [best_bound(problem).value_ns]
-        holding = holding_bound(problem)
+        holding = blocking_send_bound(problem)
         if holding is not None:
             bounds.append(holding.value_ns)
         assert max(bounds) <= least
@@ -248,10 +248,11 @@ def test_plan_meets_brute_force_on_small_instances() -> None:
 
 def test_jitter_favours_the_early_send_and_is_repeatable() -> None:
     problem = table_problem(0, 0, "async", 4, 8)
-    flat, clock = Flat.of(problem), Clock.of(problem)
-    choices = window_choices(flat)
+    instance, clock = Instance.of(problem), Clock.of(problem)
+    choices = window_choices(instance)
     fused, split = (
-        Pattern((4, 3, 2, 1), (0, 1, 2, 3), windows).codes(flat) for windows in (choices[1], choices[2])
+        FusedPattern((4, 3, 2, 1), (0, 1, 2, 3), windows).codes(instance)
+        for windows in (choices[1], choices[2])
     )
     assert jittered_mean(clock, split) == jittered_mean(clock, split)
     assert jittered_mean(clock, split) < jittered_mean(clock, fused)

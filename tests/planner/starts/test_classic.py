@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zbcompile.planner.core.instance import Flat, to_schedule
+from zbcompile.planner.core.instance import Instance, to_schedule
 from zbcompile.planner.starts.classic import gpipe, one_f_one_b, zb_h1, zb_h2
 from zbcompile.planner.starts.classic_loops import dual_pipe_v, interleaved, v_half, v_min, zb_v
 from zbcompile.schedule.check import check
@@ -58,9 +58,9 @@ def test_peak_memory_is_the_published_one(name: str, most: int) -> None:
 
 def test_flat_times_carry_the_host_overhead() -> None:
     profile = Profile((StageCost.simple(3, 4, 5),), overhead_ns=2)
-    flat = Flat.of(Problem.of(profile))
-    assert (flat.forward, flat.backward, flat.weight, flat.fused) == ((5,), (6,), (7,), (11,))
-    assert flat.relaxed().weight == (5,)
+    instance = Instance.of(Problem.of(profile))
+    assert (instance.forward, instance.backward, instance.weight, instance.fused) == ((5,), (6,), (7,), (11,))
+    assert instance.relaxed().weight == (5,)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 3), (4, 8), (4, 16), (3, 6), (8, 16)])
@@ -75,8 +75,8 @@ def test_orders_of_torch_action_by_action(p: int, m: int) -> None:
     def row(build: object, rank: int, **fields: object) -> list[tuple[int, int]]:
         owner = SimpleNamespace(pp_group_size=p, _n_microbatches=m, **fields)
         actions = [a for a in build._calculate_single_rank_operations(owner, rank) if a is not None]  # type: ignore[attr-defined]
-        flat = [x for a in actions for x in (a.sub_actions or (a,))]
-        return [(kinds[x.computation_type.name], x.stage_index) for x in flat]
+        instance = [x for a in actions for x in (a.sub_actions or (a,))]
+        return [(kinds[x.computation_type.name], x.stage_index) for x in instance]
 
     rounds = max(1, m // p)
     for rank in range(p):
@@ -103,11 +103,11 @@ def test_every_v_order_is_legal_at_its_published_memory(p: int, m: int) -> None:
     """ZB-V p, V-Half about p / 2 + 1, V-Min about p / 3 + 2, in units of a whole rank's M_B."""
     profile = Profile.uniform(StageCost.simple(2, 2, 2, 10, 5), 2 * p)
     problem = Problem.of(profile, Placement.v(p), m)
-    flat = Flat.of(problem)
+    instance = Instance.of(problem)
     for name, codes, most in (
         ("ZB-V", zb_v(p, m), p),
-        ("V-Half", v_half(flat), p / 2 + 1.5),
-        ("V-Min", v_min(flat), p / 3 + 2.5),
+        ("V-Half", v_half(instance), p / 2 + 1.5),
+        ("V-Min", v_min(instance), p / 3 + 2.5),
     ):
         schedule = to_schedule(codes, problem)
         check(schedule, problem)

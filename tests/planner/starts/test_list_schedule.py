@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support.planner_cases import random_placement, random_problem
 from zbcompile.planner.bounds.analytic import best_bound
-from zbcompile.planner.core.instance import Flat, to_codes, to_schedule
+from zbcompile.planner.core.instance import Instance, to_codes, to_schedule
 from zbcompile.planner.core.score import evaluate, fits
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.planner.starts.list_schedule import Recipe, list_schedule
@@ -28,14 +28,14 @@ def test_the_fast_clock_equals_the_clock(seed: int) -> None:
     ranks = rng.randint(1, 4)
     placement = random_placement(rng, ranks) if rng.random() < 0.6 else None
     problem = random_problem(rng, ranks=ranks, microbatches=rng.randint(1, 5), placement=placement)
-    flat = Flat.of(problem)
-    codes = one_at_a_time(flat)
+    instance = Instance.of(problem)
+    codes = one_at_a_time(instance)
     for row in codes:
         for _ in range(20):
             k = rng.randrange(len(row))
             row.insert(rng.randrange(len(row)), row.pop(k))
         _repair(row)
-    measured = evaluate(flat, codes)
+    measured = evaluate(instance, codes)
     schedule = to_schedule(codes, problem)
     if measured is None:
         with pytest.raises(Exception, match="deadlock"):
@@ -46,7 +46,7 @@ def test_the_fast_clock_equals_the_clock(seed: int) -> None:
     inside = all(
         peak <= cap for peak, cap in zip(memory_peaks(schedule, problem), problem.caps, strict=True) if cap
     )
-    assert fits(flat, codes) == inside
+    assert fits(instance, codes) == inside
     assert to_codes(schedule) == codes
 
 
@@ -70,29 +70,29 @@ def test_list_schedules_are_legal(seed: int) -> None:
     rng = random.Random(seed)
     ranks, microbatches = rng.randint(1, 5), rng.randint(1, 6)
     problem = random_problem(rng, ranks=ranks, microbatches=microbatches)
-    flat = Flat.of(problem)
+    instance = Instance.of(problem)
     recipe = Recipe(
         tuple(rng.randint(1, 6) for _ in range(ranks)),
         rng.choice((0, 50, 100)),
         tuple(rng.randint(0, 40) for _ in range(ranks)),
     )
-    codes = list_schedule(flat, recipe)
+    codes = list_schedule(instance, recipe)
     assert codes is not None
     check(to_schedule(codes, problem), problem)
 
 
 def test_a_list_schedule_meets_the_bound_at_cap_p() -> None:
     problem = Problem.of(Profile.uniform(StageCost.simple(1, 1, 1), 16), None, 64, 32)
-    flat, bound = Flat.of(problem), best_bound(problem).value_ns
-    recipe = Recipe(tuple(2 * (16 - d) for d in range(16)), 100, (bound - flat.work(0),) * 16)
-    codes = list_schedule(flat, recipe)
+    instance, bound = Instance.of(problem), best_bound(problem).value_ns
+    recipe = Recipe(tuple(2 * (16 - d) for d in range(16)), 100, (bound - instance.work(0),) * 16)
+    codes = list_schedule(instance, recipe)
     assert codes is not None
-    assert evaluate(flat, codes) == (bound, bound)
+    assert evaluate(instance, codes) == (bound, bound)
 
 
 def test_weights_larger_than_saved_bytes_do_not_lock_up() -> None:
     """M_W > M_B: B needs room of its own, so F's must leave it."""
     problem = Problem.of(Profile.uniform(StageCost.simple(3, 3, 2, 4, 7), 3), None, 6, 12)
-    codes = list_schedule(Flat.of(problem), Recipe((9, 9, 9), 100, (0, 0, 0)))
+    codes = list_schedule(Instance.of(problem), Recipe((9, 9, 9), 100, (0, 0, 0)))
     assert codes is not None
     check(to_schedule(codes, problem), problem)

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from zbcompile.planner.bounds.knapsack import fractional
-from zbcompile.planner.bounds.memory_window import window_chain
-from zbcompile.planner.bounds.warmup import stairs_bound
-from zbcompile.planner.core.instance import Flat, is_chain
+from zbcompile.planner.bounds.memory_window import memory_window_bound
+from zbcompile.planner.bounds.warmup import warmup_bound
+from zbcompile.planner.core.instance import Instance, is_chain
 from zbcompile.planner.core.paths import NO_PATH, Paths
 from zbcompile.schedule.problem import Problem
 
@@ -49,40 +49,42 @@ class RankIdle:
     terms: Mapping[str, object]
 
 
-def rank_idle(flat: Flat, paths: Paths, rank: int) -> RankIdle:
+def rank_idle(instance: Instance, paths: Paths, rank: int) -> RankIdle:
     """Unavoidable idle time of one rank."""
-    stages = flat.stages_of[rank]
+    stages = instance.stages_of[rank]
     first = next((x for x in stages if all(paths.f_to_f(x, s) != NO_PATH for s in stages)), None)
     last = next((x for x in stages if all(paths.b_to_b(s, x) != NO_PATH for s in stages)), None)
     if len(stages) == 1:
-        chain = window_chain(flat, paths.f_to_b(stages[0], stages[0]), stages[0])
+        chain = memory_window_bound(instance, paths.f_to_b(stages[0], stages[0]), stages[0])
         idle, terms = chain.idle_ns, chain.terms()
     else:
-        start, start_terms = _start_idle(flat, paths, rank)
-        end, end_terms = _end_idle(flat, paths, rank)
+        start, start_terms = _start_idle(instance, paths, rank)
+        end, end_terms = _end_idle(instance, paths, rank)
         idle, terms = start + end, {**start_terms, **end_terms}
     trailing = 0
     if last is not None:
-        trailing = flat.weight[last] + _pending_time(flat, rank, flat.room[rank] - flat.saved[last], last)
+        trailing = instance.weight[last] + _pending_time(
+            instance, rank, instance.headroom[rank] - instance.saved[last], last
+        )
     return RankIdle(rank, idle, first, last, trailing, terms)
 
 
-def _pending_time(flat: Flat, rank: int, room: int, own: int | None = None) -> int:
-    """Most W time that ``room`` bytes hold back on a rank, one W of stage ``own`` left out."""
+def _pending_time(instance: Instance, rank: int, headroom: int, own: int | None = None) -> int:
+    """Most W time that ``headroom`` bytes hold back on a rank, one W of stage ``own`` left out."""
     items = [
-        (flat.weight[s], flat.pending[s], flat.num_microbatches - (1 if s == own else 0))
-        for s in flat.stages_of[rank]
+        (instance.weight[s], instance.pending[s], instance.num_microbatches - (1 if s == own else 0))
+        for s in instance.stages_of[rank]
     ]
-    return fractional(items, room)
+    return fractional(items, headroom)
 
 
-def _start_idle(flat: Flat, paths: Paths, rank: int) -> tuple[int, dict[str, object]]:
+def _start_idle(instance: Instance, paths: Paths, rank: int) -> tuple[int, dict[str, object]]:
     """Before its first B a rank runs F's alone, and each of them adds M_B.
 
     Before its first F of a stage that every B of the rank waits for, it runs F's of other stages alone,
     and none of those that come after it.
     """
-    stages = flat.stages_of[rank]
+    stages = instance.stages_of[rank]
     windows = [(min(max(paths.f_to_b(a, s) for a in stages) for s in stages), stages)]
     for s in stages:
         if all(paths.f_to_b(s, a) != NO_PATH for a in stages):
@@ -91,8 +93,8 @@ def _start_idle(flat: Flat, paths: Paths, rank: int) -> tuple[int, dict[str, obj
     idle = -1
     terms: dict[str, object] = {}
     for length, held in windows:
-        items = [(flat.forward[s], flat.saved[s], flat.num_microbatches) for s in held]
-        forward = fractional(items, flat.room[rank])
+        items = [(instance.forward[s], instance.saved[s], instance.num_microbatches) for s in held]
+        forward = fractional(items, instance.headroom[rank])
         if max(0, length - forward) > idle:
             idle = max(0, length - forward)
             terms = {
@@ -104,13 +106,13 @@ def _start_idle(flat: Flat, paths: Paths, rank: int) -> tuple[int, dict[str, obj
     return idle, terms
 
 
-def _end_idle(flat: Flat, paths: Paths, rank: int) -> tuple[int, dict[str, object]]:
+def _end_idle(instance: Instance, paths: Paths, rank: int) -> tuple[int, dict[str, object]]:
     """Between the end of B(s1, m) and the start of B(s0, m), only B's of s0 in flight and W's can run.
 
     s0 is the stage whose B ends the rank's backward, s1 any other whose B(m) comes after every F
     and every other B of the rank; all bytes then held are M_B's of s0 and M_W's.
     """
-    stages, best = flat.stages_of[rank], 0
+    stages, best = instance.stages_of[rank], 0
     terms: dict[str, object] = {"end_idle_ns": 0}
     for s0 in stages:
         for s1 in stages:
@@ -121,8 +123,8 @@ def _end_idle(flat: Flat, paths: Paths, rank: int) -> tuple[int, dict[str, objec
                 continue
             if any(paths.b_to_b(s, s1) == NO_PATH for s in others):
                 continue
-            length = paths.b_to_b(s1, s0) - flat.backward[s1]
-            most, flying = _end_work(flat, rank, s0)
+            length = paths.b_to_b(s1, s0) - instance.backward[s1]
+            most, flying = _end_work(instance, rank, s0)
             if length - most > best:
                 best = length - most
                 terms = {
@@ -135,22 +137,24 @@ def _end_idle(flat: Flat, paths: Paths, rank: int) -> tuple[int, dict[str, objec
     return best, terms
 
 
-def _end_work(flat: Flat, rank: int, s0: int) -> tuple[int, int]:
+def _end_work(instance: Instance, rank: int, s0: int) -> tuple[int, int]:
     """Most time of B's of s0 (but the last) and W's, over the number in flight; (time, in flight)."""
     best = (0, 1)
-    for flying in range(1, flat.num_microbatches + 1):
-        room = flat.room[rank] - flying * flat.saved[s0]
-        if room < 0:
+    for flying in range(1, instance.num_microbatches + 1):
+        headroom = instance.headroom[rank] - flying * instance.saved[s0]
+        if headroom < 0:
             break
-        time = (flying - 1) * (flat.backward[s0] + flat.weight[s0]) + _pending_time(flat, rank, room)
+        time = (flying - 1) * (instance.backward[s0] + instance.weight[s0]) + _pending_time(
+            instance, rank, headroom
+        )
         best = max(best, (time, flying))
     return best
 
 
-def _work_bounds(flat: Flat, paths: Paths, idles: list[RankIdle]) -> Iterator[Bound]:
+def _work_bounds(instance: Instance, paths: Paths, idles: list[RankIdle]) -> Iterator[Bound]:
     for idle in idles:
-        rank, work = idle.rank, flat.work(idle.rank)
-        method = "window_chain" if len(flat.stages_of[rank]) == 1 else "start_end_idle"
+        rank, work = idle.rank, instance.work(idle.rank)
+        method = "memory_windows" if len(instance.stages_of[rank]) == 1 else "start_end_idle"
         if idle.idle_ns == 0:
             method = "work"
         yield Bound(
@@ -161,31 +165,32 @@ def _work_bounds(flat: Flat, paths: Paths, idles: list[RankIdle]) -> Iterator[Bo
         )
 
 
-def _stairs_bounds(flat: Flat, paths: Paths) -> Iterator[Bound]:
+def _stairs_bounds(instance: Instance, paths: Paths) -> Iterator[Bound]:
     """The warm-ups of all ranks together, for chains of one stage per rank."""
-    stairs = stairs_bound(flat, paths) if is_chain(flat) else None
+    stairs = warmup_bound(instance, paths) if is_chain(instance) else None
     if stairs is not None:
         steps = [list(step) for step in stairs.steps]
-        yield Bound(stairs.value_ns, "stairs", flat.objective, {"steps_one_ns_below": steps})
+        yield Bound(stairs.value_ns, "warmup", instance.objective, {"steps_one_ns_below": steps})
 
 
-def _area_bounds(flat: Flat, paths: Paths) -> Iterator[Bound]:
+def _area_bounds(instance: Instance, paths: Paths) -> Iterator[Bound]:
     """span * room >= bytes times time of everything that a rank must hold."""
-    for rank, stages in enumerate(flat.stages_of):
-        area = flat.num_microbatches * sum(
-            (paths.f_to_b(s, s) + flat.backward[s]) * flat.saved[s] + flat.weight[s] * flat.pending[s]
+    for rank, stages in enumerate(instance.stages_of):
+        area = instance.num_microbatches * sum(
+            (paths.f_to_b(s, s) + instance.backward[s]) * instance.saved[s]
+            + instance.weight[s] * instance.pending[s]
             for s in stages
         )
-        if flat.room[rank] > 0:
+        if instance.headroom[rank] > 0:
             yield Bound(
-                -(-area // flat.room[rank]),
+                -(-area // instance.headroom[rank]),
                 "area",
                 "span",
-                {"rank": rank, "byte_ns": area, "room_bytes": flat.room[rank]},
+                {"rank": rank, "byte_ns": area, "room_bytes": instance.headroom[rank]},
             )
 
 
-def _enclosing_pairs(flat: Flat, paths: Paths, idles: list[RankIdle]) -> Iterator[Bound]:
+def _enclosing_pairs(instance: Instance, paths: Paths, idles: list[RankIdle]) -> Iterator[Bound]:
     """Rank u's span encloses the way down to rank d, d's busy time until its last B, and the way back."""
     for outer in idles:
         x, z = outer.first, outer.last
@@ -196,8 +201,8 @@ def _enclosing_pairs(flat: Flat, paths: Paths, idles: list[RankIdle]) -> Iterato
             down, up = paths.f_to_f(x, y), paths.b_to_b(q, z)
             if down == NO_PATH or up == NO_PATH:
                 continue
-            busy = flat.work(inner.rank) + inner.idle_ns - inner.trailing_ns
-            back = up - flat.backward[q] + flat.backward[z] + flat.weight[z]
+            busy = instance.work(inner.rank) + inner.idle_ns - inner.trailing_ns
+            back = up - instance.backward[q] + instance.backward[z] + instance.weight[z]
             yield Bound(
                 down + busy + back,
                 "enclosing_pair",
@@ -206,7 +211,7 @@ def _enclosing_pairs(flat: Flat, paths: Paths, idles: list[RankIdle]) -> Iterato
                     "outer_rank": outer.rank,
                     "inner_rank": inner.rank,
                     "way_there_ns": down,
-                    "work_ns": flat.work(inner.rank),
+                    "work_ns": instance.work(inner.rank),
                     "idle_ns": inner.idle_ns,
                     "trailing_weight_ns": inner.trailing_ns,
                     "way_back_ns": back,
@@ -215,15 +220,15 @@ def _enclosing_pairs(flat: Flat, paths: Paths, idles: list[RankIdle]) -> Iterato
             )
 
 
-def _makespan_bounds(flat: Flat, paths: Paths, idles: list[RankIdle]) -> Iterator[Bound]:
+def _makespan_bounds(instance: Instance, paths: Paths, idles: list[RankIdle]) -> Iterator[Bound]:
     """Before a rank's first F comes a head; after its last B at least the B's of the stages before it."""
     for idle in idles:
-        rank, work = idle.rank, flat.work(idle.rank)
-        head = min(paths.head[s] for s in flat.stages_of[rank])
+        rank, work = idle.rank, instance.work(idle.rank)
+        head = min(paths.head[s] for s in instance.stages_of[rank])
         common = {"rank": rank, "head_ns": head, "work_ns": work, "idle_ns": idle.idle_ns, **idle.terms}
         yield Bound(head + work + idle.idle_ns, "head_and_work", "makespan", common)
         if idle.last is not None:
-            after = paths.tail[flat.num_stages + idle.last] - flat.backward[idle.last]
+            after = paths.tail[instance.num_stages + idle.last] - instance.backward[idle.last]
             yield Bound(
                 head + work + idle.idle_ns - idle.trailing_ns + after,
                 "head_work_and_tail",
@@ -236,17 +241,17 @@ def _makespan_bounds(flat: Flat, paths: Paths, idles: list[RankIdle]) -> Iterato
 
 def analytic_bounds(problem: Problem) -> list[Bound]:
     """Every bound of this file for the problem's objective, best first."""
-    flat = Flat.of(problem).relaxed()
-    paths = Paths.of(flat)
-    idles = [rank_idle(flat, paths, rank) for rank in range(flat.num_ranks)]
+    instance = Instance.of(problem).relaxed()
+    paths = Paths.of(instance)
+    idles = [rank_idle(instance, paths, rank) for rank in range(instance.num_ranks)]
     found = [
-        *_work_bounds(flat, paths, idles),
-        *_area_bounds(flat, paths),
-        *_enclosing_pairs(flat, paths, idles),
+        *_work_bounds(instance, paths, idles),
+        *_area_bounds(instance, paths),
+        *_enclosing_pairs(instance, paths, idles),
     ]
-    found.extend(_stairs_bounds(flat, paths))
+    found.extend(_stairs_bounds(instance, paths))
     if problem.objective == "makespan":
-        found.extend(_makespan_bounds(flat, paths, idles))
+        found.extend(_makespan_bounds(instance, paths, idles))
     return sorted(found, key=lambda bound: -bound.value_ns)
 
 

@@ -9,11 +9,11 @@ time, since a rank whose last action is a fused BW does not wait for its last me
 from __future__ import annotations
 
 from zbcompile.planner.bounds.analytic import Bound, best_bound
-from zbcompile.planner.core.instance import Flat
+from zbcompile.planner.core.instance import Instance
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.problem import Problem
 
-__all__ = ["holding_bound", "stand_in"]
+__all__ = ["blocking_send_bound", "stand_in"]
 
 
 def stand_in(problem: Problem) -> tuple[Problem, int] | None:
@@ -29,13 +29,19 @@ def stand_in(problem: Problem) -> tuple[Problem, int] | None:
     for edge in profile.edges:
         forward[edge.source] = problem.lag_ns(edge)
         backward[edge.target] = problem.lag_ns(edge, backward=True)
-    flat = Flat.of(problem).relaxed()
+    instance = Instance.of(problem).relaxed()
     stages = []
     for s, cost in enumerate(profile.stages):
-        b, w = flat.backward[s] + backward[s], flat.weight[s]
+        b, w = instance.backward[s] + backward[s], instance.weight[s]
         stages.append(
             StageCost(
-                flat.forward[s] + forward[s], b, w, b + w, flat.saved[s], flat.pending[s], cost.static_bytes
+                instance.forward[s] + forward[s],
+                b,
+                w,
+                b + w,
+                instance.saved[s],
+                instance.pending[s],
+                cost.static_bytes,
             )
         )
     edges = tuple(Edge(e.source, e.target) for e in profile.edges)
@@ -43,7 +49,7 @@ def stand_in(problem: Problem) -> tuple[Problem, int] | None:
     return problem.with_(profile=instant, transport="async"), max(backward)
 
 
-def holding_bound(problem: Problem) -> Bound | None:
+def blocking_send_bound(problem: Problem) -> Bound | None:
     """The best analytic bound of the stand-in, less what its last message may not cost; or ``None``."""
     pair = stand_in(problem)
     if pair is None:
@@ -51,4 +57,4 @@ def holding_bound(problem: Problem) -> Bound | None:
     found = best_bound(pair[0])
     value = max(0, found.value_ns - pair[1])
     witness = {"of": found.method, "last_message_ns": pair[1], **found.witness}
-    return Bound(value, "holding", found.objective, witness)
+    return Bound(value, "blocking_send", found.objective, witness)

@@ -8,20 +8,20 @@ from fractions import Fraction
 __all__ = ["fractional"]
 
 
-def fractional(items: Sequence[tuple[int, int, int]], room: int) -> int:
+def fractional(items: Sequence[tuple[int, int, int]], headroom: int) -> int:
     """Most of sum(n_k * time_k) with sum(n_k * bytes_k) <= room and 0 <= n_k <= count_k, rounded down.
 
     items : (time, bytes, count). With one item n is kept whole, else fractions are allowed: an
-    upper bound of the whole-number optimum either way. Zero when ``room`` is negative.
+    upper bound of the whole-number optimum either way. Zero when ``headroom`` is negative.
     """
-    if room < 0:
+    if headroom < 0:
         return 0
     free = sum(time * count for time, size, count in items if size == 0)
     sized = [item for item in items if item[1] > 0]
     if len({(time, size) for time, size, _ in sized}) == 1:
         time, size, _ = sized[0]
-        return free + time * min(room // size, sum(count for _, _, count in sized))
-    total, left = Fraction(free), room
+        return free + time * min(headroom // size, sum(count for _, _, count in sized))
+    total, left = Fraction(free), headroom
     for time, size, count in sorted(sized, key=lambda item: Fraction(-item[0], item[1])):
         taken = min(left, count * size)
         total += Fraction(time * taken, size)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbcompile.planner.core.instance import Flat
+from zbcompile.planner.core.instance import Instance
 
-__all__ = ["Window", "Windows", "window_chain"]
+__all__ = ["Window", "Windows", "memory_window_bound"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +52,18 @@ class Windows:
         }
 
 
-def busiest_fillings(flat: Flat, stage: int, fits: int) -> list[tuple[int, int, int]]:
+def busiest_fillings(instance: Instance, stage: int, fits: int) -> list[tuple[int, int, int]]:
     """Per microbatch i: (most time of other B's and of W's in its window, in flight a, pending w).
 
     Up to w = i - a the time grows with a; beyond, with all room used, it depends on a alone, so a
     suffix maximum serves every i. Needs M_W <= M_B, as in `Flat.relaxed`.
     """
-    count, room = flat.num_microbatches, flat.room[flat.rank_of[stage]]
-    saved, pending = flat.saved[stage], flat.pending[stage]
-    both, weight = flat.backward[stage] + flat.weight[stage], flat.weight[stage]
+    count, headroom = instance.num_microbatches, instance.headroom[instance.rank_of[stage]]
+    saved, pending = instance.saved[stage], instance.pending[stage]
+    both, weight = instance.backward[stage] + instance.weight[stage], instance.weight[stage]
     full: list[tuple[int, int, int]] = [(-1, 0, 0)] * (fits + 2)
     for a in range(fits, 0, -1):
-        w = (room - a * saved) // pending if pending else count
+        w = (headroom - a * saved) // pending if pending else count
         full[a] = max(full[a + 1], ((a - 1) * both + w * weight, a, w))
     result = []
     for i in range(1, count + 1):
@@ -71,26 +71,26 @@ def busiest_fillings(flat: Flat, stage: int, fits: int) -> list[tuple[int, int, 
             result.append(((i - 1) * both, i, 0))
             continue
         if saved > pending:
-            most = min(fits, (room - i * pending) // (saved - pending))
+            most = min(fits, (headroom - i * pending) // (saved - pending))
         else:
-            most = fits if i * pending <= room else 0
+            most = fits if i * pending <= headroom else 0
         most = max(0, most)
         here = ((most - 1) * both + (i - most) * weight, most, i - most) if most else (-1, 0, 0)
         result.append(max(here, full[most + 1]))
     return result
 
 
-def window_chain(flat: Flat, round_trip: int, stage: int) -> Windows:
+def memory_window_bound(instance: Instance, round_trip: int, stage: int) -> Windows:
     """The chain of windows with the most idle time on the rank of ``stage``, its only one."""
-    count, room = flat.num_microbatches, flat.room[flat.rank_of[stage]]
-    saved = flat.saved[stage]
-    fits = min(count, room // saved) if saved > 0 else count
+    count, headroom = instance.num_microbatches, instance.headroom[instance.rank_of[stage]]
+    saved = instance.saved[stage]
+    fits = min(count, headroom // saved) if saved > 0 else count
     if fits < 1:
         return Windows(round_trip, fits, ())
     windows: list[Window] = []
-    for i, (filling, flying, waiting) in enumerate(busiest_fillings(flat, stage, fits), 1):
+    for i, (filling, flying, waiting) in enumerate(busiest_fillings(instance, stage, fits), 1):
         forwards = min(fits, count - i + 1)
-        idle = round_trip - forwards * flat.forward[stage] - filling
+        idle = round_trip - forwards * instance.forward[stage] - filling
         windows.append(Window(i, forwards, flying, waiting, max(0, idle)))
     best = [0] * (count + fits + 1)
     for i in range(count - 1, -1, -1):

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbcompile.planner.core.instance import Flat
+from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.core.paths import Paths
 
-__all__ = ["Stairs", "climb", "stairs_bound", "walk"]
+__all__ = ["Warmup", "climb", "warmup_bound", "walk"]
 
 
 @dataclass(frozen=True, slots=True)
-class Stairs:
+class Warmup:
     """No order is shorter than ``value_ns``: with one ns less, ``steps`` cannot be climbed.
 
     steps : from the last rank up, [rank, least s, F's before B(1), idle, idle allowed], for
@@ -31,21 +31,28 @@ class Stairs:
     steps: tuple[tuple[int, int, int, int, int], ...]
 
 
-def walk(flat: Flat, heads: list[int], value: int) -> tuple[bool, list[tuple[int, int, int, int, int]]]:
+def walk(
+    instance: Instance, heads: list[int], value: int
+) -> tuple[bool, list[tuple[int, int, int, int, int]]]:
     """Climb the stairs with a value: (whether the first rank is reached, the steps)."""
     steps: list[tuple[int, int, int, int, int]] = []
-    last = flat.num_stages - 1
+    last = instance.num_stages - 1
     at = 0
     for d in range(last, -1, -1):
-        forward, saved = flat.forward[d], flat.saved[d]
-        allowed = value - heads[d] - flat.work(d)
+        forward, saved = instance.forward[d], instance.saved[d]
+        allowed = value - heads[d] - instance.work(d)
         if d == last:
             at = forward
         else:
             at += (
-                forward + flat.forward_from[d + 1][0][1] + flat.backward[d + 1] + flat.backward_from[d][0][1]
+                forward
+                + instance.forward_from[d + 1][0][1]
+                + instance.backward[d + 1]
+                + instance.backward_from[d][0][1]
             )
-        most = min(flat.num_microbatches, flat.room[d] // saved if saved else flat.num_microbatches)
+        most = min(
+            instance.num_microbatches, instance.headroom[d] // saved if saved else instance.num_microbatches
+        )
         count = min(most, at // forward) if forward else most
         idle = at - count * forward if forward else 0
         if idle > allowed and count < most and allowed >= 0:
@@ -57,27 +64,27 @@ def walk(flat: Flat, heads: list[int], value: int) -> tuple[bool, list[tuple[int
     return True, steps
 
 
-def climb(flat: Flat, paths: Paths, value: int) -> tuple[int, ...] | None:
+def climb(instance: Instance, paths: Paths, value: int) -> tuple[int, ...] | None:
     """F's before the first B per rank for an order of that value, or ``None`` if none can be so short."""
-    heads = [paths.head[d] if flat.objective == "makespan" else 0 for d in range(flat.num_ranks)]
-    passes, steps = walk(flat, heads, value)
+    heads = [paths.head[d] if instance.objective == "makespan" else 0 for d in range(instance.num_ranks)]
+    passes, steps = walk(instance, heads, value)
     return tuple(step[2] for step in reversed(steps)) if passes else None
 
 
-def stairs_bound(flat: Flat, paths: Paths) -> Stairs | None:
+def warmup_bound(instance: Instance, paths: Paths) -> Warmup | None:
     """The least value that passes, by bisection; ``None`` where it is no more than the work alone."""
-    ranks = range(flat.num_ranks)
-    heads = [paths.head[d] if flat.objective == "makespan" else 0 for d in ranks]
-    low = max(heads[d] + flat.work(d) for d in ranks)
-    if walk(flat, heads, low)[0]:
+    ranks = range(instance.num_ranks)
+    heads = [paths.head[d] if instance.objective == "makespan" else 0 for d in ranks]
+    low = max(heads[d] + instance.work(d) for d in ranks)
+    if walk(instance, heads, low)[0]:
         return None
-    high = low + max(paths.f_to_b(d, d) for d in ranks) + sum(flat.forward)
-    while not walk(flat, heads, high)[0]:
+    high = low + max(paths.f_to_b(d, d) for d in ranks) + sum(instance.forward)
+    while not walk(instance, heads, high)[0]:
         high += high - low
     while high - low > 1:
         middle = (low + high) // 2
-        if walk(flat, heads, middle)[0]:
+        if walk(instance, heads, middle)[0]:
             high = middle
         else:
             low = middle
-    return Stairs(high, tuple(walk(flat, heads, high - 1)[1]))
+    return Warmup(high, tuple(walk(instance, heads, high - 1)[1]))

@@ -127,7 +127,7 @@ def _derive(
         simple(Facts(problem), witness, part)
         return part.total
     special: Mapping[str, Callable[[Problem, Witness, Derivation, _Solver, Solution | None], int]] = {
-        "holding": _holding,
+        "blocking_send": _holding,
         "variants": _variants,
         "cp_sat": _cp_sat,
         "crossing": _crossing,
@@ -143,7 +143,7 @@ def _holding(
     """Sends hold up their rank: travel times belong to F and B, less one last message."""
     pair = stand_in(problem)
     method = witness.get("of")
-    if pair is None or not isinstance(method, str) or method == "holding":
+    if pair is None or not isinstance(method, str) or method == "blocking_send":
         raise refuse("sends hold up nobody here", given=method)
     out.note(
         f"{problem.transport}: every F and B counts with the travel time of what it sends; links are instant"
@@ -248,12 +248,12 @@ def _cp_sat(
     problem: Problem, witness: Witness, out: Derivation, solver: _Solver, solution: Solution | None
 ) -> int:
     """A bound of the exact model: ask for anything shorter, and fail."""
-    from zbcompile.planner.core.instance import Flat
+    from zbcompile.planner.core.instance import Instance
     from zbcompile.planner.exact.model import refute
 
-    flat, shorter = Flat.of(problem).relaxed(), None
-    if solver.limit > 0 and 3 * flat.num_stages * flat.num_microbatches <= _MOST_ACTIONS:
-        shorter = refute(flat, solver.target, time_limit_s=solver.limit)
+    instance, shorter = Instance.of(problem).relaxed(), None
+    if solver.limit > 0 and 3 * instance.num_stages * instance.num_microbatches <= _MOST_ACTIONS:
+        shorter = refute(instance, solver.target, time_limit_s=solver.limit)
     if shorter is False:
         raise refuse("the solver finds an order below the bound", f"none below {solver.target} ns")
     if shorter:
@@ -266,13 +266,13 @@ def _crossing(
     problem: Problem, witness: Witness, out: Derivation, solver: _Solver, solution: Solution | None
 ) -> int:
     """The crossing bound of one rank or of the chain: ask its model, on its grid, for anything shorter."""
-    from zbcompile.planner.core.instance import Flat
+    from zbcompile.planner.core.instance import Instance
     from zbcompile.planner.exact.crossing import crossing_bound, is_chain
 
-    flat, facts = Flat.of(problem).relaxed(), Facts(problem)
+    instance, facts = Instance.of(problem).relaxed(), Facts(problem)
     rank = None if witness.get("rank", 0) is None else rank_of(facts, witness)
     grid = witness.get("grid")
-    if not is_chain(flat):
+    if not is_chain(instance):
         raise refuse("the crossing bound is for a chain with one stage per rank")
     if (
         not isinstance(grid, (list, tuple))
@@ -287,7 +287,7 @@ def _crossing(
     if solver.limit <= 0:
         return _without_solver(problem, out, solver)
     found = crossing_bound(
-        flat, rank, Fraction(grid[0], grid[1]), upper_ns=max(1, wanted), time_limit_s=solver.limit
+        instance, rank, Fraction(grid[0], grid[1]), upper_ns=max(1, wanted), time_limit_s=solver.limit
     )
     if found.value_ns < wanted:
         if found.closed:

@@ -58,13 +58,13 @@ class Facts:
         self.saved = [s.saved_bytes for s in stages]
         self.pending = [min(s.saved_bytes, s.saved_for_weight_bytes) for s in stages]
         self.stages_of = [problem.placement.stages_of(r) for r in range(problem.num_ranks)]
-        self.room = [self._room(r) for r in range(problem.num_ranks)]
+        self.headroom = [self._headroom(r) for r in range(problem.num_ranks)]
         self._far: dict[Node, dict[Node, int]] = {}
 
-    def _room(self, rank: int) -> int:
+    def _headroom(self, rank: int) -> int:
         stages = self.problem.profile.stages
         most = sum(stages[s].saved_bytes + stages[s].saved_for_weight_bytes for s in self.stages_of[rank])
-        given = self.problem.room(rank)
+        given = self.problem.headroom(rank)
         return most * self.count if given is None else min(given, most * self.count)
 
     def work(self, rank: int) -> int:
@@ -119,31 +119,31 @@ class Facts:
         row = self.stages_of[rank]
         return next((x for x in row if all(self.way(("B", s), ("B", x)) is not None for s in row)), None)
 
-    def most_time(self, items: Sequence[tuple[int, int, int]], room: int) -> int:
+    def most_time(self, items: Sequence[tuple[int, int, int]], headroom: int) -> int:
         """Most time of (time, bytes, count) items in some bytes; whole items if all are alike."""
-        if room < 0:
+        if headroom < 0:
             return 0
         sized = sorted((i for i in items if i[1]), key=lambda i: (Fraction(-i[0], i[1]), i[1]))
         total = Fraction(sum(t * n for t, size, n in items if size == 0))
         whole = len({i[:2] for i in sized}) == 1
         for time, size, n in sized:
-            taken = min(Fraction(room, size), Fraction(n))
+            taken = min(Fraction(headroom, size), Fraction(n))
             taken = Fraction(int(taken)) if whole else taken
             total += time * taken
-            room -= int(taken * size) if whole else min(room, n * size)
+            headroom -= int(taken * size) if whole else min(headroom, n * size)
         return int(total)
 
-    def waiting_time(self, rank: int, room: int, own: int | None = None) -> int:
+    def waiting_time(self, rank: int, headroom: int, own: int | None = None) -> int:
         """Most time of W's that some bytes hold back, one W of stage ``own`` left out."""
         items = [(self.w[s], self.pending[s], self.count - (s == own)) for s in self.stages_of[rank]]
-        return self.most_time(items, room)
+        return self.most_time(items, headroom)
 
     def trailing(self, rank: int) -> int:
         """Most time of W's left when the rank's last B ends."""
         last = self.last(rank)
         if last is None:
             raise refuse(f"no B is bound to be the last on rank {rank}")
-        return self.w[last] + self.waiting_time(rank, self.room[rank] - self.saved[last], last)
+        return self.w[last] + self.waiting_time(rank, self.headroom[rank] - self.saved[last], last)
 
 
 def number(witness: Witness, name: str, high: int) -> int:
@@ -175,10 +175,10 @@ def add_idle(facts: Facts, rank: int, witness: Witness, out: Derivation) -> None
 
 
 def _add_windows(facts: Facts, rank: int, witness: Witness, out: Derivation) -> None:
-    (s,), m, room = facts.stages_of[rank], facts.count, facts.room[rank]
+    (s,), m, headroom = facts.stages_of[rank], facts.count, facts.headroom[rank]
     trip = facts.way(("F", s), ("B", s))
     assert trip is not None
-    fits = m if facts.saved[s] == 0 else min(m, room // facts.saved[s])
+    fits = m if facts.saved[s] == 0 else min(m, headroom // facts.saved[s])
     windows = witness.get("windows", ())
     if not isinstance(windows, (list, tuple)):
         raise refuse("the witness's windows are no list", given=windows)
@@ -204,7 +204,7 @@ def _fullest(facts: Facts, rank: int, s: int, i: int, fits: int) -> tuple[int, i
     """Most B's and W's in window i: (other B's with their W's, W's already waiting, their time)."""
     best = (0, 0, -1)
     for flying in range(1, min(fits, i) + 1):
-        left = facts.room[rank] - flying * facts.saved[s]
+        left = facts.headroom[rank] - flying * facts.saved[s]
         waiting = i - flying
         if facts.pending[s]:
             waiting = min(waiting, left // facts.pending[s])
@@ -226,7 +226,7 @@ def _add_start_idle(facts: Facts, rank: int, out: Derivation) -> None:
     idles = []
     for event, length, held in windows:
         items = [(facts.f[s], facts.saved[s], facts.count) for s in held]
-        forward = facts.most_time(items, facts.room[rank])
+        forward = facts.most_time(items, facts.headroom[rank])
         idles.append((max(0, length - forward), event, length, forward))
     idle, event, length, forward = max(idles, key=lambda entry: entry[0])
     out.add(f"idle before the first {event} of rank {rank}: way {length} - F's that fit {forward}", idle)
@@ -255,10 +255,10 @@ def _add_end_idle(facts: Facts, rank: int, witness: Witness, out: Derivation) ->
         raise refuse(f"B of stage {upper} does not come after the rank's other work", given=list(pair))
     most = 0
     for flying in range(1, facts.count + 1):
-        room = facts.room[rank] - flying * facts.saved[lower]
-        if room < 0:
+        headroom = facts.headroom[rank] - flying * facts.saved[lower]
+        if headroom < 0:
             break
-        time = (flying - 1) * (facts.b[lower] + facts.w[lower]) + facts.waiting_time(rank, room)
+        time = (flying - 1) * (facts.b[lower] + facts.w[lower]) + facts.waiting_time(rank, headroom)
         most = max(most, time)
     length = way - facts.b[upper]
     out.add(
@@ -275,7 +275,7 @@ def _rank_work(facts: Facts, witness: Witness, out: Derivation) -> None:
 
 def _area(facts: Facts, witness: Witness, out: Derivation) -> None:
     rank = rank_of(facts, witness)
-    if facts.room[rank] <= 0:
+    if facts.headroom[rank] <= 0:
         raise refuse("a rank without room has no area")
     area = 0
     for s in facts.stages_of[rank]:
@@ -288,8 +288,8 @@ def _area(facts: Facts, witness: Witness, out: Derivation) -> None:
         )
         area += facts.count * held
     out.add(
-        f"{area:,} byte ns of {facts.count} microbatches over {facts.room[rank]:,} bytes of rank {rank}",
-        -(-area // facts.room[rank]),
+        f"{area:,} byte ns of {facts.count} microbatches over {facts.headroom[rank]:,} bytes of rank {rank}",
+        -(-area // facts.headroom[rank]),
     )
 
 
@@ -369,7 +369,7 @@ def _climb(facts: Facts, value: int) -> list[tuple[int, int, int, int, int]]:
             least += there + facts.b[d + 1] + back
         head = facts.head(d) if facts.problem.objective == "makespan" else 0
         allowed = value - head - facts.work(d)
-        fits = min(facts.count, facts.room[d] // facts.saved[d]) if facts.saved[d] else facts.count
+        fits = min(facts.count, facts.headroom[d] // facts.saved[d]) if facts.saved[d] else facts.count
         forwards = min(fits, least // facts.f[d]) if facts.f[d] else fits
         idle = least - forwards * facts.f[d]
         if idle > allowed >= 0 and forwards < fits:
@@ -383,10 +383,10 @@ def _climb(facts: Facts, value: int) -> list[tuple[int, int, int, int, int]]:
 
 _SPAN: dict[str, Callable[[Facts, Witness, Derivation], None]] = {
     "work": _rank_work,
-    "window_chain": _rank_work,
+    "memory_windows": _rank_work,
     "start_end_idle": _rank_work,
     "area": _area,
-    "stairs": _stairs,
+    "warmup": _stairs,
     "enclosing_pair": _enclosing,
 }
 _MAKESPAN: dict[str, Callable[[Facts, Witness, Derivation], None]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbcompile.planner.core.instance import Codes, Flat
+from zbcompile.planner.core.instance import Codes, Instance
 from zbcompile.planner.core.tables import Tables, Vector, jit, unpack, vector
 
 __all__ = ["Dispatcher"]
@@ -50,7 +50,7 @@ def _candidate(
                     for d in range(e + 1, t.own_at[r + 1]):
                         if done[t.own[d]] < m:
                             reserve += t.memory[t.own[d]] + max(0, t.memory[S + t.own[d]])
-                    if held[r] + t.memory[code] + reserve > t.room[r]:
+                    if held[r] + t.memory[code] + reserve > t.headroom[r]:
                         continue
                     blocked = False
                     for a in range(t.forward_at[s], t.forward_at[s + 1]):
@@ -61,7 +61,7 @@ def _candidate(
                     if blocked:
                         continue
                 elif kind == 1:
-                    if i >= done[s] or held[r] + t.memory[code] > t.room[r]:
+                    if i >= done[s] or held[r] + t.memory[code] > t.headroom[r]:
                         continue
                     blocked = False
                     for a in range(t.backward_at[s], t.backward_at[s + 1]):
@@ -151,10 +151,10 @@ def _run(
 class Dispatcher:
     """Dispatch for one problem; keys and limits change from run to run."""
 
-    def __init__(self, flat: Flat) -> None:
-        self.flat, self.tables = flat, Tables.of(flat)
-        S, p, m = flat.num_stages, flat.num_ranks, flat.num_microbatches
-        sizes = [3 * m * len(stages) for stages in flat.stages_of]
+    def __init__(self, instance: Instance) -> None:
+        self.instance, self.tables = instance, Tables.of(instance)
+        S, p, m = instance.num_stages, instance.num_ranks, instance.num_microbatches
+        sizes = [3 * m * len(stages) for stages in instance.stages_of]
         self.offsets = vector([sum(sizes[:r]) for r in range(p + 1)])
         self.line = vector([0] * sum(sizes))
         self.free, self.held, self.found = (vector([0] * (2 * p)) for _ in range(3))
@@ -163,7 +163,7 @@ class Dispatcher:
     def run(self, keys: Sequence[int], flying: Sequence[int], share: int = 100) -> Codes | None:
         """`run_line` as an order of its own."""
         line = self.run_line(keys, flying, share)
-        return None if line is None else unpack(self.flat, self.offsets, line)
+        return None if line is None else unpack(self.instance, self.offsets, line)
 
     def run_line(self, keys: Sequence[int], flying: Sequence[int], share: int = 100) -> Vector | None:
         """Codes in a row, valid until the next run, or ``None`` when the limits leave it stuck.

@@ -10,7 +10,7 @@ from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.rules import Rules, durations
 
-__all__ = ["BW", "B", "F", "W", "Flat", "check_caps", "shaped", "to_codes", "to_schedule"]
+__all__ = ["BW", "B", "F", "W", "Instance", "check_caps", "shaped", "to_codes", "to_schedule"]
 
 F, B, W, BW = 0, 1, 2, 3
 KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
@@ -20,7 +20,7 @@ Codes = list[list[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Flat:
+class Instance:
     """Times in ns with host overhead, bytes, rooms (cap minus static bytes), dependency rules.
 
     forward, backward, weight, fused : time of F, B, W, BW per stage.
@@ -37,24 +37,24 @@ class Flat:
     fused: tuple[int, ...]
     saved: tuple[int, ...]
     pending: tuple[int, ...]
-    room: tuple[int, ...]
+    headroom: tuple[int, ...]
     forward_from: tuple[tuple[tuple[int, int], ...], ...]
     backward_from: tuple[tuple[tuple[int, int], ...], ...]
     objective: str
 
     @staticmethod
-    def of(problem: Problem) -> Flat:
+    def of(problem: Problem) -> Instance:
         """Flatten. A rank without a cap gets the bytes that all of its work could hold at once."""
         times, rules, stages = durations(problem), Rules.of(problem), problem.profile.stages
         stages_of = tuple(problem.placement.stages_of(r) for r in range(problem.num_ranks))
-        room = []
+        headroom = []
         for rank, held in enumerate(stages_of):
             most = problem.num_microbatches * sum(
                 stages[s].saved_bytes + stages[s].saved_for_weight_bytes for s in held
             )
-            given = problem.room(rank)
-            room.append(most if given is None else min(given, most))
-        return Flat(
+            given = problem.headroom(rank)
+            headroom.append(most if given is None else min(given, most))
+        return Instance(
             problem.num_microbatches,
             problem.placement.rank_of,
             stages_of,
@@ -64,13 +64,13 @@ class Flat:
             times[Kind.FULL_BACKWARD],
             tuple(s.saved_bytes for s in stages),
             tuple(s.saved_for_weight_bytes for s in stages),
-            tuple(room),
+            tuple(headroom),
             rules.forward_from,
             rules.backward_from,
             problem.objective,
         )
 
-    def relaxed(self) -> Flat:
+    def relaxed(self) -> Instance:
         """Costs without fusing that undercut every choice of fusing: bounds for them hold for all orders.
 
         A BW of time D is a B of time min(TB, D) directly followed by a W of the rest: its gradient
@@ -89,7 +89,7 @@ class Flat:
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""
-        return len(self.room)
+        return len(self.headroom)
 
     def work(self, rank: int) -> int:
         """Time of all F, B, W of a rank in one step."""
@@ -98,39 +98,39 @@ class Flat:
         )
 
 
-def is_chain(flat: Flat) -> bool:
+def is_chain(instance: Instance) -> bool:
     """One stage per rank, in rank order, each feeding the next and getting a gradient back."""
-    last = flat.num_stages - 1
-    return flat.rank_of == tuple(range(last + 1)) and all(
-        [other for other, _ in flat.forward_from[s]] == ([s - 1] if s else [])
-        and [other for other, _ in flat.backward_from[s]] == ([s + 1] if s < last else [])
+    last = instance.num_stages - 1
+    return instance.rank_of == tuple(range(last + 1)) and all(
+        [other for other, _ in instance.forward_from[s]] == ([s - 1] if s else [])
+        and [other for other, _ in instance.backward_from[s]] == ([s + 1] if s < last else [])
         for s in range(last + 1)
     )
 
 
-def least_room(flat: Flat, rank: int) -> int:
+def least_room(instance: Instance, rank: int) -> int:
     """Bytes that one microbatch at a time needs on a rank: all F's held, then B's from the last stage.
 
     Where M_W > M_B the stage may run fused, which needs no M_W. No order needs less when the rank's
     every F comes before its first B, as in any chain of stages.
     """
-    return sum(flat.saved[s] for s in flat.stages_of[rank])
+    return sum(instance.saved[s] for s in instance.stages_of[rank])
 
 
 def check_caps(problem: Problem, *, fusing: bool = True) -> None:
     """Raise `InfeasibleError` naming the rank that lacks most and the least cap that works there."""
-    flat = Flat.of(problem)
+    instance = Instance.of(problem)
     worst: tuple[int, int, int] | None = None
-    for rank, stages in enumerate(flat.stages_of):
+    for rank, stages in enumerate(instance.stages_of):
         cap = problem.caps[rank]
         if cap is None:
             continue
-        need = least_room(flat, rank)
+        need = least_room(instance, rank)
         if not fusing:
             held = need
             for s in sorted(stages, reverse=True):
-                need = max(need, held - flat.saved[s] + flat.pending[s])
-                held -= flat.saved[s]
+                need = max(need, held - instance.saved[s] + instance.pending[s])
+                held -= instance.saved[s]
         lacking = need + problem.static_bytes(rank) - cap
         if lacking > 0 and (worst is None or lacking > worst[0]):
             worst = (lacking, rank, need + problem.static_bytes(rank))

@@ -159,7 +159,7 @@ def stays_legal(t: Tables, offsets: Vector, line: Vector, rank: int, counts: Vec
     for k in range(offsets[rank], offsets[rank + 1]):
         code = line[k]
         held += t.memory[code]
-        if held > t.room[rank]:
+        if held > t.headroom[rank]:
             return False
         counts[code] += 1
         kind = code // S
@@ -214,7 +214,7 @@ def anneal(
     spare: Vector,
     counts: Vector,
     gaps: Vector,
-    fences: Vector,
+    frozen_blocks: Vector,
 ) -> int:
     """Tries ``first`` to ``last`` of ``total``; returns the next try.
 
@@ -255,11 +255,13 @@ def anneal(
         legal = changed > 0
         for k in range(changed):
             r = state[k + 1]
-            if legal and fences[3 * r + 2] > 0:
-                legal = keep_block(fences[3 * r], fences[3 * r + 1], fences[3 * r + 2], current, trial)
+            if legal and frozen_blocks[3 * r + 2] > 0:
+                legal = keep_block(
+                    frozen_blocks[3 * r], frozen_blocks[3 * r + 1], frozen_blocks[3 * r + 2], current, trial
+                )
             if legal and not stays_legal(t, offsets, trial, r, counts):
                 legal = False
-            if legal and fences[3 * r + 2] > 1:
+            if legal and frozen_blocks[3 * r + 2] > 1:
                 for e in range(t.own_at[r], t.own_at[r + 1]):
                     s = t.own[e]
                     if counts[s] != t.num_microbatches or counts[2 * S + s] != counts[S + s]:

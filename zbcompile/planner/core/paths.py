@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbcompile.planner.core.instance import Flat
+from zbcompile.planner.core.instance import Instance
 
 __all__ = ["NO_PATH", "Paths"]
 
@@ -26,16 +26,16 @@ class Paths:
     tail: tuple[int, ...]
 
     @staticmethod
-    def of(flat: Flat) -> Paths:
+    def of(instance: Instance) -> Paths:
         """All pairs, by one pass per node over the topological order F(0..S-1), B(S-1..0)."""
-        count = flat.num_stages
+        count = instance.num_stages
         arcs: list[list[tuple[int, int]]] = [[] for _ in range(2 * count)]
         for stage in range(count):
-            arcs[stage].append((count + stage, flat.forward[stage]))
-            for source, lag in flat.forward_from[stage]:
-                arcs[source].append((stage, flat.forward[source] + lag))
-            for target, lag in flat.backward_from[stage]:
-                arcs[count + target].append((count + stage, flat.backward[target] + lag))
+            arcs[stage].append((count + stage, instance.forward[stage]))
+            for source, lag in instance.forward_from[stage]:
+                arcs[source].append((stage, instance.forward[source] + lag))
+            for target, lag in instance.backward_from[stage]:
+                arcs[count + target].append((count + stage, instance.backward[target] + lag))
         topological = [*range(count), *range(2 * count - 1, count - 1, -1)]
         rows = []
         for position, node in enumerate(topological):
@@ -48,8 +48,8 @@ class Paths:
             rows.append((node, tuple(far)))
         longest = tuple(row for _, row in sorted(rows))
         head = tuple(max(longest[a][b] for a in range(2 * count)) for b in range(2 * count))
-        last = [flat.forward[s] for s in range(count)] + [
-            flat.backward[s] + flat.weight[s] for s in range(count)
+        last = [instance.forward[s] for s in range(count)] + [
+            instance.backward[s] + instance.weight[s] for s in range(count)
         ]
         tail = tuple(
             max(longest[a][b] + last[b] for b in range(2 * count) if longest[a][b] != NO_PATH)

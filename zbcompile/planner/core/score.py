@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from zbcompile.planner.core.instance import B, Codes, F, Flat, W
+from zbcompile.planner.core.instance import B, Codes, F, Instance, W
 
 __all__ = ["evaluate", "fits", "value_of"]
 
 
-def fits(flat: Flat, codes: Codes) -> bool:
+def fits(instance: Instance, codes: Codes) -> bool:
     """Whether every rank stays within its room, by a prefix sum."""
     for rank, row in enumerate(codes):
-        held, room = 0, flat.room[rank]
+        held, headroom = 0, instance.headroom[rank]
         for kind, s in row:
             if kind == F:
-                held += flat.saved[s]
+                held += instance.saved[s]
             elif kind == B:
-                held += flat.pending[s] - flat.saved[s]
+                held += instance.pending[s] - instance.saved[s]
             elif kind == W:
-                held -= flat.pending[s]
+                held -= instance.pending[s]
             else:
-                held -= flat.saved[s]
-            if held > room:
+                held -= instance.saved[s]
+            if held > headroom:
                 return False
     return True
 
 
-def evaluate(flat: Flat, codes: Codes) -> tuple[int, int] | None:
+def evaluate(instance: Instance, codes: Codes) -> tuple[int, int] | None:
     """(span, makespan) with sends that never hold up their rank; ``None`` when the ranks deadlock."""
-    times = (flat.forward, flat.backward, flat.weight, flat.fused)
-    m, p = flat.num_microbatches, flat.num_ranks
-    ends = [[[-1] * m for _ in range(flat.num_stages)] for _ in (F, B)]
-    counts = [[0] * flat.num_stages for _ in (F, B)]
+    times = (instance.forward, instance.backward, instance.weight, instance.fused)
+    m, p = instance.num_microbatches, instance.num_ranks
+    ends = [[[-1] * m for _ in range(instance.num_stages)] for _ in (F, B)]
+    counts = [[0] * instance.num_stages for _ in (F, B)]
     position, clock = [0] * p, [0] * p
     trail: list[tuple[int, int, int, int]] = []
     moved, ranks = True, list(range(p))
@@ -48,7 +48,7 @@ def evaluate(flat: Flat, codes: Codes) -> tuple[int, int] | None:
                     i = counts[side][s]
                     start = now
                     blocked = False
-                    for other, lag in (flat.forward_from if side == F else flat.backward_from)[s]:
+                    for other, lag in (instance.forward_from if side == F else instance.backward_from)[s]:
                         end = ends[side][other][i]
                         if end < 0:
                             blocked = True
@@ -76,14 +76,14 @@ def evaluate(flat: Flat, codes: Codes) -> tuple[int, int] | None:
         side = F if kind == F else B
         start = min(late[rank], limit[side].get((s, i), late[rank])) - times[kind][s]
         late[rank] = start
-        for other, lag in (flat.forward_from if side == F else flat.backward_from)[s]:
+        for other, lag in (instance.forward_from if side == F else instance.backward_from)[s]:
             key = (other, i)
             limit[side][key] = min(limit[side].get(key, start - lag), start - lag)
     span = max(end - first for end, first in zip(clock, late, strict=True))
     return span, max(clock)
 
 
-def value_of(flat: Flat, codes: Codes) -> int | None:
+def value_of(instance: Instance, codes: Codes) -> int | None:
     """The objective's value of an order, or ``None`` on deadlock."""
-    pair = evaluate(flat, codes)
-    return None if pair is None else pair[0 if flat.objective == "span" else 1]
+    pair = evaluate(instance, codes)
+    return None if pair is None else pair[0 if instance.objective == "span" else 1]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from zbcompile.planner.core.instance import Codes, Flat
+from zbcompile.planner.core.instance import Codes, Instance
 
 __all__ = ["HAVE_NUMBA", "Tables", "jit", "pack", "unpack", "vector"]
 
@@ -58,7 +58,7 @@ class Tables(NamedTuple):
     rank_of: Vector
     length: Vector
     memory: Vector
-    room: Vector
+    headroom: Vector
     own_at: Vector
     own: Vector
     forward_at: Vector
@@ -73,31 +73,31 @@ class Tables(NamedTuple):
     after_backward: Vector
 
     @staticmethod
-    def of(flat: Flat) -> Tables:
+    def of(instance: Instance) -> Tables:
         """Flatten once per problem."""
-        forward_at, forward = _ragged([[pair[0] for pair in row] for row in flat.forward_from])
-        backward_at, backward = _ragged([[pair[0] for pair in row] for row in flat.backward_from])
-        own_at, own = _ragged(flat.stages_of)
-        after_f_at, after_f = _ragged(_targets(flat, flat.forward_from))
-        after_b_at, after_b = _ragged(_targets(flat, flat.backward_from))
-        grow = [w - b for b, w in zip(flat.saved, flat.pending, strict=True)]
+        forward_at, forward = _ragged([[pair[0] for pair in row] for row in instance.forward_from])
+        backward_at, backward = _ragged([[pair[0] for pair in row] for row in instance.backward_from])
+        own_at, own = _ragged(instance.stages_of)
+        after_f_at, after_f = _ragged(_targets(instance, instance.forward_from))
+        after_b_at, after_b = _ragged(_targets(instance, instance.backward_from))
+        grow = [w - b for b, w in zip(instance.saved, instance.pending, strict=True)]
         return Tables(
-            flat.num_stages,
-            flat.num_ranks,
-            flat.num_microbatches,
-            int(flat.objective == "span"),
-            vector(flat.rank_of),
-            vector((*flat.forward, *flat.backward, *flat.weight, *flat.fused)),
-            vector((*flat.saved, *grow, *(-w for w in flat.pending), *(-b for b in flat.saved))),
-            vector(flat.room),
+            instance.num_stages,
+            instance.num_ranks,
+            instance.num_microbatches,
+            int(instance.objective == "span"),
+            vector(instance.rank_of),
+            vector((*instance.forward, *instance.backward, *instance.weight, *instance.fused)),
+            vector((*instance.saved, *grow, *(-w for w in instance.pending), *(-b for b in instance.saved))),
+            vector(instance.headroom),
             own_at,
             own,
             forward_at,
             forward,
-            vector([pair[1] for row in flat.forward_from for pair in row]),
+            vector([pair[1] for row in instance.forward_from for pair in row]),
             backward_at,
             backward,
-            vector([pair[1] for row in flat.backward_from for pair in row]),
+            vector([pair[1] for row in instance.backward_from for pair in row]),
             after_f_at,
             after_f,
             after_b_at,
@@ -109,25 +109,25 @@ def _ragged(rows: Sequence[Sequence[int]]) -> tuple[Vector, Vector]:
     return vector([0, *accumulate(map(len, rows))]), vector([x for row in rows for x in row])
 
 
-def _targets(flat: Flat, waits: Sequence[Sequence[tuple[int, int]]]) -> list[list[int]]:
+def _targets(instance: Instance, waits: Sequence[Sequence[tuple[int, int]]]) -> list[list[int]]:
     """Per stage: the ranks of the stages that wait for it."""
     targets: list[list[int]] = [[] for _ in waits]
     for stage, row in enumerate(waits):
         for source, _ in row:
-            targets[source].append(flat.rank_of[stage])
+            targets[source].append(instance.rank_of[stage])
     return targets
 
 
-def pack(flat: Flat, codes: Codes) -> tuple[Vector, Vector]:
+def pack(instance: Instance, codes: Codes) -> tuple[Vector, Vector]:
     """(offset of each rank, all codes in a row)."""
-    count = flat.num_stages
+    count = instance.num_stages
     return _ragged([[kind * count + s for kind, s in row] for row in codes])
 
 
-def unpack(flat: Flat, offsets: Vector, line: Vector) -> Codes:
+def unpack(instance: Instance, offsets: Vector, line: Vector) -> Codes:
     """The inverse of `pack`."""
-    count, numbers = flat.num_stages, line if isinstance(line, list) else line.tolist()
-    rows = [numbers[int(offsets[r]) : int(offsets[r + 1])] for r in range(flat.num_ranks)]
+    count, numbers = instance.num_stages, line if isinstance(line, list) else line.tolist()
+    rows = [numbers[int(offsets[r]) : int(offsets[r + 1])] for r in range(instance.num_ranks)]
     return [[divmod(code, count) for code in row] for row in rows]
 
 

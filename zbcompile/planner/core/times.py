@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zbcompile.planner.core.instance import Codes, F, Flat, W
+from zbcompile.planner.core.instance import Codes, F, Instance, W
 from zbcompile.schedule.communication import RECEIVE_DEPTH, post_slots
 from zbcompile.schedule.problem import Problem
 
@@ -31,14 +31,14 @@ class Clock:
     """
 
     problem: Problem
-    flat: Flat
+    instance: Instance
     out: tuple[tuple[tuple[_Out, ...], ...], ...]
     local: tuple[tuple[tuple[int, ...], ...], ...]
 
     @staticmethod
     def of(problem: Problem) -> Clock:
         """Collect the messages of a problem."""
-        flat, rank_of = Flat.of(problem), problem.placement.rank_of
+        instance, rank_of = Instance.of(problem), problem.placement.rank_of
         out: list[list[list[_Out]]] = [[[] for _ in rank_of] for _ in range(2)]
         local: list[list[list[int]]] = [[[] for _ in rank_of] for _ in range(2)]
         for edge in problem.profile.edges:
@@ -54,21 +54,21 @@ class Clock:
                 out[side][source].append((target, rank_of[target], lag, lag - link.latency_ns))
         return Clock(
             problem,
-            flat,
+            instance,
             tuple(tuple(tuple(sorted(row)) for row in rows) for rows in out),
             tuple(tuple(map(tuple, rows)) for rows in local),
         )
 
     def nominal(self, codes: Codes) -> list[list[int]]:
         """The profile's time of every action of an order."""
-        flat = self.flat
-        times = (flat.forward, flat.backward, flat.weight, flat.fused)
+        instance = self.instance
+        times = (instance.forward, instance.backward, instance.weight, instance.fused)
         return [[times[kind][s] for kind, s in row] for row in codes]
 
     def value(self, codes: Codes, times: Times | None = None) -> int | None:
         """The objective's value in ns; ``None`` when the ranks deadlock."""
         pair = self.measure(codes, times)
-        return None if pair is None else pair[0 if self.flat.objective == "span" else 1]
+        return None if pair is None else pair[0 if self.instance.objective == "span" else 1]
 
     def measure(self, codes: Codes, times: Times | None = None) -> tuple[int, int] | None:
         """(span, makespan); ``None`` when the ranks deadlock.
@@ -84,7 +84,7 @@ class Clock:
         if not run.go():
             return None
         spans = run.spans()
-        return (max(spans) if self.flat.objective == "span" else max(run.end)), sum(spans)
+        return (max(spans) if self.instance.objective == "span" else max(run.end)), sum(spans)
 
 
 class _Run:
@@ -105,9 +105,9 @@ class _Run:
 
     def _place(self) -> None:
         """Microbatch of every action and position of every F and backward."""
-        flat = self.clock.flat
-        m = flat.num_microbatches
-        self.at = [[[-1] * m for _ in range(flat.num_stages)] for _ in range(2)]
+        instance = self.clock.instance
+        m = instance.num_microbatches
+        self.at = [[[-1] * m for _ in range(instance.num_stages)] for _ in range(2)]
         self.number: list[list[int]] = []
         for row in self.codes:
             count: dict[tuple[int, int], int] = {}

@@ -30,8 +30,8 @@ from fractions import Fraction
 
 from ortools.sat.python import cp_model
 
-from zbcompile.planner.bounds.memory_window import window_chain
-from zbcompile.planner.core.instance import Codes, Flat, is_chain
+from zbcompile.planner.bounds.memory_window import memory_window_bound
+from zbcompile.planner.core.instance import Codes, Instance, is_chain
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.exact.crossing_model import OneRank, WholeChain
 
@@ -63,19 +63,19 @@ class Crossing:
     codes: Codes | None = None
 
 
-def shifted(flat: Flat) -> Flat:
+def shifted(instance: Instance) -> Instance:
     """A chain with no lag before F's and both lags before B's: the spans of all orders are the same."""
-    down = {s: row[0][1] for s, row in enumerate(flat.forward_from) if row}
+    down = {s: row[0][1] for s, row in enumerate(instance.forward_from) if row}
     return replace(
-        flat,
-        forward_from=tuple(tuple((other, 0) for other, _ in row) for row in flat.forward_from),
+        instance,
+        forward_from=tuple(tuple((other, 0) for other, _ in row) for row in instance.forward_from),
         backward_from=tuple(
-            tuple((other, lag + down[other]) for other, lag in row) for row in flat.backward_from
+            tuple((other, lag + down[other]) for other, lag in row) for row in instance.backward_from
         ),
     )
 
 
-def scaled(flat: Flat, grid: Fraction) -> Flat:
+def scaled(instance: Instance, grid: Fraction) -> Instance:
     """All times divided by ``grid`` and rounded down."""
 
     def down(values: tuple[int, ...]) -> tuple[int, ...]:
@@ -85,36 +85,36 @@ def scaled(flat: Flat, grid: Fraction) -> Flat:
         return tuple(tuple((other, int(lag / grid)) for other, lag in row) for row in rows)
 
     return replace(
-        flat,
-        forward=down(flat.forward),
-        backward=down(flat.backward),
-        weight=down(flat.weight),
-        fused=down(flat.fused),
-        forward_from=lags(flat.forward_from),
-        backward_from=lags(flat.backward_from),
+        instance,
+        forward=down(instance.forward),
+        backward=down(instance.backward),
+        weight=down(instance.weight),
+        fused=down(instance.fused),
+        forward_from=lags(instance.forward_from),
+        backward_from=lags(instance.backward_from),
     )
 
 
-def _all_times(flat: Flat) -> list[int]:
-    lags = [lag for rows in (flat.forward_from, flat.backward_from) for row in rows for _, lag in row]
-    return [t for t in (*flat.forward, *flat.backward, *flat.weight, *lags) if t]
+def _all_times(instance: Instance) -> list[int]:
+    lags = [lag for rows in (instance.forward_from, instance.backward_from) for row in rows for _, lag in row]
+    return [t for t in (*instance.forward, *instance.backward, *instance.weight, *lags) if t]
 
 
 def _lost(ways: list[int], grid: Fraction) -> Fraction:
     return sum((t - int(t / grid) * grid for t in ways), Fraction(0))
 
 
-def rounding_loss(flat: Flat, grid: Fraction) -> float:
+def rounding_loss(instance: Instance, grid: Fraction) -> float:
     """Share of all times and lags of a chain that `scaled` loses after `shifted`."""
-    ways = _all_times(shifted(flat))
+    ways = _all_times(shifted(instance))
     return float(_lost(ways, grid) / max(1, sum(ways)))
 
 
-def grids(flat: Flat, finest: int) -> list[Fraction]:
+def grids(instance: Instance, finest: int) -> list[Fraction]:
     """Grids to try, coarse to fine: for every doubling of the units of the longest time, the one
     that loses least of all times and lags to rounding; a finer grid must lose less.
     """
-    ways = _all_times(flat)
+    ways = _all_times(instance)
     longest = max(ways, default=0)
     candidates = {Fraction(t, n) for t in sorted(set(ways))[-12:] for n in range(1, finest + 1)}
     chosen: list[Fraction] = []
@@ -129,7 +129,7 @@ def grids(flat: Flat, finest: int) -> list[Fraction]:
 
 
 def crossing_bound(
-    flat: Flat,
+    instance: Instance,
     rank: int | None,
     grid: Fraction,
     *,
@@ -141,16 +141,16 @@ def crossing_bound(
 ) -> Crossing:
     """Bound the span of ``rank`` from below on a grid; never more than ``upper_ns``, a known value.
 
-    rank : ``None`` asks for the whole chain: its objective, and an order. ``flat`` has `Flat.relaxed` costs
+    rank : ``None`` asks for the whole chain: its objective, and an order. ``instance`` has `Flat.relaxed` costs
     and is a chain. The model only asks for less than ``upper_ns``: if it has no solution, the known value
     is proved. known_ns : a bound already proved; an order of the model can always be drawn out to it, so
     nothing is lost by asking for no less. solver : to be stopped from another thread.
     """
-    steady = rank is None and flat.objective == "makespan"
-    coarse, d = scaled(flat if steady else shifted(flat), grid), rank or 0
+    steady = rank is None and instance.objective == "makespan"
+    coarse, d = scaled(instance if steady else shifted(instance), grid), rank or 0
     upper = math.ceil(upper_ns / grid) - 1
     paths = Paths.of(coarse)
-    lower = coarse.work(d) + window_chain(coarse, paths.f_to_b(d, d), d).idle_ns
+    lower = coarse.work(d) + memory_window_bound(coarse, paths.f_to_b(d, d), d).idle_ns
     if lower > upper:
         return Crossing(upper_ns, rank, grid, lower, True, 0.0)
     lower = min(upper, max(lower, int(known_ns / grid)))
@@ -161,10 +161,10 @@ def crossing_bound(
     return Crossing(value, rank, grid, units, found.closed, found.seconds, found.codes)
 
 
-def most_likely_ranks(flat: Flat) -> list[int]:
+def most_likely_ranks(instance: Instance) -> list[int]:
     """Ranks by their window bound, highest first; the last rank, which waits for nobody, never."""
-    paths = Paths.of(flat)
+    paths = Paths.of(instance)
     return sorted(
-        range(max(1, flat.num_ranks - 1)),
-        key=lambda d: (-flat.work(d) - window_chain(flat, paths.f_to_b(d, d), d).idle_ns, d),
+        range(max(1, instance.num_ranks - 1)),
+        key=lambda d: (-instance.work(d) - memory_window_bound(instance, paths.f_to_b(d, d), d).idle_ns, d),
     )

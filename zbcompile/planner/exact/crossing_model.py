@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from zbcompile.planner.core.instance import B, Codes, F, Flat, W
+from zbcompile.planner.core.instance import B, Codes, F, Instance, W
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.exact.solver import run
 
@@ -33,11 +33,11 @@ class Solved:
 class _Rank:
     """F's, B's and W's of one rank: in turn, one at a time, within the rank's memory."""
 
-    def __init__(self, model: cp_model.CpModel, flat: Flat, rank: int, horizon: int) -> None:
-        self.model, self.flat, self.rank = model, flat, rank
-        self.times = (flat.forward[rank], flat.backward[rank], flat.weight[rank])
-        saved, room, m = flat.saved[rank], flat.room[rank], flat.num_microbatches
-        self.fits = m if saved == 0 else min(m, room // saved)
+    def __init__(self, model: cp_model.CpModel, instance: Instance, rank: int, horizon: int) -> None:
+        self.model, self.instance, self.rank = model, instance, rank
+        self.times = (instance.forward[rank], instance.backward[rank], instance.weight[rank])
+        saved, headroom, m = instance.saved[rank], instance.headroom[rank], instance.num_microbatches
+        self.fits = m if saved == 0 else min(m, headroom // saved)
         self.starts = [
             [model.new_int_var(0, horizon, f"{kind}{rank}.{i}") for i in range(m)] for kind in "fbw"
         ]
@@ -64,19 +64,19 @@ class _Rank:
         return self.order[kind, k, i]
 
     def _memory(self) -> None:
-        flat, d = self.flat, self.rank
-        saved, pending, room = flat.saved[d], flat.pending[d], flat.room[d]
+        instance, d = self.instance, self.rank
+        saved, pending, headroom = instance.saved[d], instance.pending[d], instance.headroom[d]
         _, back, weight = self.times
-        extra = min(weight, back) if self.fits * saved + pending > room else 0
-        for i in range(flat.num_microbatches):
+        extra = min(weight, back) if self.fits * saved + pending > headroom else 0
+        for i in range(instance.num_microbatches):
             if i >= self.fits:
                 self.model.add(self.f[i] >= self.b[i - self.fits] + back + extra)
             held = (i + 1) * saved
-            if held <= room:
+            if held <= headroom:
                 continue
             freed = [(saved - pending) * self.before("b", k, i) for k in range(i)]
             freed += [pending * self.before("w", k, i) for k in range(i)]
-            self.model.add(sum(freed) >= held - room)
+            self.model.add(sum(freed) >= held - headroom)
         for (kind, k, i), literal in list(self.order.items()):
             for other in ((kind, k - 1, i), (kind, k, i + 1), ("b", k, i)):
                 if other in self.order and other != (kind, k, i):
@@ -86,16 +86,16 @@ class _Rank:
 class OneRank:
     """Rank d alone on whole-number times; its value is asked for between ``lower`` and ``upper``."""
 
-    def __init__(self, flat: Flat, rank: int, lower: int, upper: int) -> None:
-        self.flat, self.d, self.m, self.horizon = flat, rank, flat.num_microbatches, upper
+    def __init__(self, instance: Instance, rank: int, lower: int, upper: int) -> None:
+        self.instance, self.d, self.m, self.horizon = instance, rank, instance.num_microbatches, upper
         self.model = cp_model.CpModel()
-        self.row = _Rank(self.model, flat, rank, upper)
+        self.row = _Rank(self.model, instance, rank, upper)
         new = self.model.new_int_var
         self.phi = [new(0, upper, f"phi{i}") for i in range(self.m)]
         self.beta = [new(0, upper, f"beta{i}") for i in range(self.m)]
         self.value = new(max(0, lower), upper, "value")
         self.down, self.up = self._ways()
-        trip = Paths.of(flat).f_to_b(rank, rank)
+        trip = Paths.of(instance).f_to_b(rank, rank)
         for i in range(self.m):
             self.model.add(self.row.b[i] - self.row.f[i] >= trip + self.phi[i] + self.beta[i])
         self._crossings()
@@ -105,15 +105,15 @@ class OneRank:
 
     def _ways(self) -> tuple[dict[int, int], dict[int, int]]:
         """dn[j] and up[j] for the ranks j from d on."""
-        flat, d = self.flat, self.d
+        instance, d = self.instance, self.d
         down, up = {d: 0}, {d: 0}
-        for r in range(d, flat.num_stages - 1):
-            down[r + 1] = down[r] + flat.forward[r] + flat.forward_from[r + 1][0][1]
-            up[r + 1] = up[r] + flat.backward[r + 1] + flat.backward_from[r][0][1]
+        for r in range(d, instance.num_stages - 1):
+            down[r + 1] = down[r] + instance.forward[r] + instance.forward_from[r + 1][0][1]
+            up[r + 1] = up[r] + instance.backward[r + 1] + instance.backward_from[r][0][1]
         return down, up
 
     def _crossings(self) -> None:
-        flat, d, last, row = self.flat, self.d, self.flat.num_stages - 1, self.row
+        instance, d, last, row = self.instance, self.d, self.instance.num_stages - 1, self.row
         down, up = self.down, self.up
         for i in range(self.m):
             for k in range(max(0, i - row.fits + 1), i):
@@ -122,15 +122,15 @@ class OneRank:
                 away = row.b[k] - row.f[i]
                 for j in range(d, last + 1):
                     here = self.model.new_bool_var("x")
-                    self.model.add(away >= up[j] + down[j] + flat.forward[j]).only_enforce_if(here)
+                    self.model.add(away >= up[j] + down[j] + instance.forward[j]).only_enforce_if(here)
                     if j < last:
-                        most = up[j + 1] + down[j + 1] - flat.backward[j + 1]
+                        most = up[j + 1] + down[j + 1] - instance.backward[j + 1]
                         self.model.add(away <= most + self.phi[i] + self.beta[k]).only_enforce_if(here)
                     places.append(here)
                 self.model.add_bool_or([behind, *places])
 
     def _objective(self) -> None:
-        self.model.add(self.value == self.row.w[-1] + self.flat.weight[self.d])
+        self.model.add(self.value == self.row.w[-1] + self.instance.weight[self.d])
 
     def _codes(self, solver: cp_model.CpSolver) -> Codes | None:
         return None
@@ -155,30 +155,36 @@ class OneRank:
 class WholeChain(OneRank):
     """All ranks. Times count from the start of rank 0's first F."""
 
-    def __init__(self, flat: Flat, lower: int, upper: int) -> None:
-        super().__init__(flat, 0, lower, upper)
+    def __init__(self, instance: Instance, lower: int, upper: int) -> None:
+        super().__init__(instance, 0, lower, upper)
 
     def _objective(self) -> None:
         """Other ranks, what ties them to rank 0 and to each other, and the value over all of them."""
-        flat, add = self.flat, self.model.add
+        instance, add = self.instance, self.model.add
         self.rows = [self.row]
-        for e in range(1, flat.num_ranks):
+        for e in range(1, instance.num_ranks):
             # A rank starts before rank 0's last B and lasts no longer than the value: 2 x upper is enough.
-            self.rows.append(_Rank(self.model, flat, e, 2 * self.horizon))
+            self.rows.append(_Rank(self.model, instance, e, 2 * self.horizon))
             self._tie(e)
         for e, row in enumerate(self.rows):
-            end = row.w[-1] + flat.weight[e]
-            add(self.value >= (end if flat.objective == "makespan" else end - row.f[0]))
+            end = row.w[-1] + instance.weight[e]
+            add(self.value >= (end if instance.objective == "makespan" else end - row.f[0]))
 
     def _tie(self, e: int) -> None:
         """Neighbours by messages; and rank 0 by what is late on the whole way, less than in all."""
-        flat, add, first, above, row = self.flat, self.model.add, self.row, self.rows[e - 1], self.rows[e]
-        trip, down, up = Paths.of(flat).f_to_b(e, e), self.down[e], self.up[e]
+        instance, add, first, above, row = (
+            self.instance,
+            self.model.add,
+            self.row,
+            self.rows[e - 1],
+            self.rows[e],
+        )
+        trip, down, up = Paths.of(instance).f_to_b(e, e), self.down[e], self.up[e]
         for i in range(self.m):
-            add(row.f[i] >= above.f[i] + flat.forward[e - 1] + flat.forward_from[e][0][1])
-            add(above.b[i] >= row.b[i] + flat.backward[e] + flat.backward_from[e - 1][0][1])
-            if e == flat.num_ranks - 1:
-                add(row.b[i] >= row.f[i] + flat.forward[e])
+            add(row.f[i] >= above.f[i] + instance.forward[e - 1] + instance.forward_from[e][0][1])
+            add(above.b[i] >= row.b[i] + instance.backward[e] + instance.backward_from[e - 1][0][1])
+            if e == instance.num_ranks - 1:
+                add(row.b[i] >= row.f[i] + instance.forward[e])
                 add(row.f[i] == first.f[i] + down + self.phi[i])
                 add(row.b[i] == first.b[i] - up - self.beta[i])
                 continue

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from zbcompile.planner.core.instance import B, Codes, F, Flat, W
+from zbcompile.planner.core.instance import B, Codes, F, Instance, W
 from zbcompile.planner.core.paths import NO_PATH, Paths
 from zbcompile.planner.core.score import evaluate
 from zbcompile.planner.exact.solver import run
@@ -35,40 +35,44 @@ class ExactResult:
     seconds: float
 
 
-def split_is_exact(flat: Flat) -> bool:
+def split_is_exact(instance: Instance) -> bool:
     """True when splitting every backward never loses, so that the model's optimum is the problem's."""
-    relaxed = flat.relaxed()
-    return (relaxed.backward, relaxed.weight, relaxed.pending) == (flat.backward, flat.weight, flat.pending)
+    relaxed = instance.relaxed()
+    return (relaxed.backward, relaxed.weight, relaxed.pending) == (
+        instance.backward,
+        instance.weight,
+        instance.pending,
+    )
 
 
-def exact_unit(flat: Flat) -> int:
+def exact_unit(instance: Instance) -> int:
     """The largest time in ns that divides all times and lags."""
-    lags = [lag for rows in (flat.forward_from, flat.backward_from) for row in rows for _, lag in row]
-    return math.gcd(*flat.forward, *flat.backward, *flat.weight, *lags) or 1
+    lags = [lag for rows in (instance.forward_from, instance.backward_from) for row in rows for _, lag in row]
+    return math.gcd(*instance.forward, *instance.backward, *instance.weight, *lags) or 1
 
 
 class _Model:
     """Builds the model once; ``unit`` is the largest time that divides all times."""
 
-    def __init__(self, flat: Flat, horizon: int, lower: int) -> None:
-        self.flat, self.paths = flat, Paths.of(flat)
-        self.times = (flat.forward, flat.backward, flat.weight)
-        self.unit = exact_unit(flat)
+    def __init__(self, instance: Instance, horizon: int, lower: int) -> None:
+        self.instance, self.paths = instance, Paths.of(instance)
+        self.times = (instance.forward, instance.backward, instance.weight)
+        self.unit = exact_unit(instance)
         self.model = cp_model.CpModel()
         self.horizon = -(-horizon // self.unit)
         self.start = {op: self._start_variable(op) for op in self._ops()}
         self.before: dict[tuple[Op, Op], cp_model.IntVar] = {}
         self._dependencies()
-        for rank in range(flat.num_ranks):
+        for rank in range(instance.num_ranks):
             self._one_at_a_time(rank)
             self._memory(rank)
         self.value = self.model.new_int_var(-(-lower // self.unit), self.horizon, "value")
         self._objective()
 
     def _ops(self) -> Iterator[Op]:
-        for s in range(self.flat.num_stages):
+        for s in range(self.instance.num_stages):
             for kind in (F, B, W):
-                for i in range(self.flat.num_microbatches):
+                for i in range(self.instance.num_microbatches):
                     yield kind, s, i
 
     def length(self, op: Op) -> int:
@@ -81,30 +85,30 @@ class _Model:
 
     def _start_variable(self, op: Op) -> cp_model.IntVar:
         kind, s, _ = op
-        head = self.paths.head[s if kind == F else self.flat.num_stages + s]
-        head += self.flat.backward[s] if kind == W else 0
+        head = self.paths.head[s if kind == F else self.instance.num_stages + s]
+        head += self.instance.backward[s] if kind == W else 0
         return self.model.new_int_var(-(-head // self.unit), self.horizon - self.length(op), f"{op}")
 
     def _dependencies(self) -> None:
-        flat, add = self.flat, self.model.add
-        for s in range(flat.num_stages):
-            for i in range(flat.num_microbatches):
+        instance, add = self.instance, self.model.add
+        for s in range(instance.num_stages):
+            for i in range(instance.num_microbatches):
                 add(self.start[B, s, i] >= self.end((F, s, i)))
                 add(self.start[W, s, i] >= self.end((B, s, i)))
                 if i:
                     for kind in (F, B, W):
                         add(self.start[kind, s, i] >= self.end((kind, s, i - 1)))
-                for other, lag in flat.forward_from[s]:
+                for other, lag in instance.forward_from[s]:
                     add(self.start[F, s, i] >= self.end((F, other, i)) + lag // self.unit)
-                for other, lag in flat.backward_from[s]:
+                for other, lag in instance.backward_from[s]:
                     add(self.start[B, s, i] >= self.end((B, other, i)) + lag // self.unit)
 
     def _rank_ops(self, rank: int, *kinds: int) -> list[Op]:
         return [
             (kind, s, i)
-            for s in self.flat.stages_of[rank]
+            for s in self.instance.stages_of[rank]
             for kind in kinds
-            for i in range(self.flat.num_microbatches)
+            for i in range(self.instance.num_microbatches)
         ]
 
     def _one_at_a_time(self, rank: int) -> None:
@@ -133,31 +137,34 @@ class _Model:
 
     def _memory(self, rank: int) -> None:
         """Bytes held right after each F (and each B that adds: M_W > M_B) stay within the room."""
-        flat, room = self.flat, self.flat.room[rank]
+        instance, headroom = self.instance, self.instance.headroom[rank]
         everything = sum(
-            flat.num_microbatches * max(flat.saved[s], flat.pending[s]) for s in flat.stages_of[rank]
+            instance.num_microbatches * max(instance.saved[s], instance.pending[s])
+            for s in instance.stages_of[rank]
         )
-        if everything <= room:
+        if everything <= headroom:
             return
-        growing = [op for op in self._rank_ops(rank, B) if flat.pending[op[1]] > flat.saved[op[1]]]
+        growing = [op for op in self._rank_ops(rank, B) if instance.pending[op[1]] > instance.saved[op[1]]]
         for here in self._rank_ops(rank, F) + growing:
             held: list[cp_model.LinearExprT] = []
             for op in self._rank_ops(rank, F, B, W):
                 kind, s, _ = op
-                size = (flat.saved[s], flat.pending[s] - flat.saved[s], -flat.pending[s])[kind]
+                size = (instance.saved[s], instance.pending[s] - instance.saved[s], -instance.pending[s])[
+                    kind
+                ]
                 if size:
                     held.append(size * (1 if op == here else self._precedes(op, here)))
-            self.model.add(sum(held) <= room)
+            self.model.add(sum(held) <= headroom)
         for (a, b), literal in self.before.items():
             later = ((a[0], a[1], a[2] + 1), b)
             if later in self.before:
                 self.model.add_implication(self.before[later], literal)
 
     def _objective(self) -> None:
-        last = self.flat.num_microbatches - 1
-        for stages in self.flat.stages_of:
+        last = self.instance.num_microbatches - 1
+        for stages in self.instance.stages_of:
             for s in stages:
-                if self.flat.objective == "makespan":
+                if self.instance.objective == "makespan":
                     self.model.add(self.value >= self.end((W, s, last)))
                     continue
                 for x in stages:
@@ -166,7 +173,7 @@ class _Model:
 
     def hint(self, codes: Codes) -> None:
         """A complete, feasible hint: every start and every boolean of a known order."""
-        starts = right_shifted_starts(self.flat, codes)
+        starts = right_shifted_starts(self.instance, codes)
         for op, variable in self.start.items():
             self.model.add_hint(variable, starts[op] // self.unit)
         for (a, b), literal in self.before.items():
@@ -180,16 +187,16 @@ class _Model:
         def way(op: Op) -> int:
             return op[1] if op[0] == F else -op[1]
 
-        for rank in range(self.flat.num_ranks):
+        for rank in range(self.instance.num_ranks):
             ops = self._rank_ops(rank, F, B, W)
             ops.sort(key=lambda op: (solver.value(self.start[op]), self.length(op), op[2], op[0], way(op)))
             rows.append([(kind, s) for kind, s, _ in ops])
         return rows
 
 
-def right_shifted_starts(flat: Flat, codes: Codes) -> dict[Op, int]:
+def right_shifted_starts(instance: Instance, codes: Codes) -> dict[Op, int]:
     """Starts with every rank's end as early as possible and all else as late as that allows."""
-    times = (flat.forward, flat.backward, flat.weight)
+    times = (instance.forward, instance.backward, instance.weight)
     order = []
     seen: dict[tuple[int, int], int] = {}
     for row in codes:
@@ -208,7 +215,7 @@ def right_shifted_starts(flat: Flat, codes: Codes) -> dict[Op, int]:
         for rank, ops in enumerate(order):
             while position[rank] < len(ops):
                 op = ops[position[rank]]
-                waits = _waits(flat, op)
+                waits = _waits(instance, op)
                 if any(other not in early for other, _ in waits):
                     break
                 begin = max([clock[rank], *(early[o] + times[o[0]][o[1]] + lag for o, lag in waits)])
@@ -222,41 +229,45 @@ def right_shifted_starts(flat: Flat, codes: Codes) -> dict[Op, int]:
     for rank, op in reversed(trail):
         late[rank] = min(late[rank], limit.get(op, late[rank])) - times[op[0]][op[1]]
         starts[op] = late[rank]
-        for other, lag in _waits(flat, op):
+        for other, lag in _waits(instance, op):
             limit[other] = min(limit.get(other, starts[op] - lag), starts[op] - lag)
     return starts
 
 
-def _waits(flat: Flat, op: Op) -> list[tuple[Op, int]]:
+def _waits(instance: Instance, op: Op) -> list[tuple[Op, int]]:
     kind, s, i = op
     if kind == F:
-        return [((F, other, i), lag) for other, lag in flat.forward_from[s]]
+        return [((F, other, i), lag) for other, lag in instance.forward_from[s]]
     if kind == W:
         return [((B, s, i), 0)]
-    return [((F, s, i), 0), *(((B, other, i), lag) for other, lag in flat.backward_from[s])]
+    return [((F, s, i), 0), *(((B, other, i), lag) for other, lag in instance.backward_from[s])]
 
 
-def safe_horizon(flat: Flat, upper: int) -> int:
+def safe_horizon(instance: Instance, upper: int) -> int:
     """A time by which some order no longer than ``upper`` can end, all starts counted from the first.
 
     With every B before the last B of the rank that starts first, B's end within ``upper`` and W's
     may follow. Where that is not forced: the time of everything in a row.
     """
-    paths = Paths.of(flat)
+    paths = Paths.of(instance)
     chain = all(
-        paths.f_to_f(0, s) != NO_PATH and paths.b_to_b(s, 0) != NO_PATH for s in range(flat.num_stages)
+        paths.f_to_f(0, s) != NO_PATH and paths.b_to_b(s, 0) != NO_PATH for s in range(instance.num_stages)
     )
-    if flat.objective == "makespan":
+    if instance.objective == "makespan":
         return upper
     if chain:
-        weights = max(flat.num_microbatches * sum(flat.weight[s] for s in row) for row in flat.stages_of)
+        weights = max(
+            instance.num_microbatches * sum(instance.weight[s] for s in row) for row in instance.stages_of
+        )
         return upper + weights
-    lags = sum(lag for rows in (flat.forward_from, flat.backward_from) for row in rows for _, lag in row)
-    return sum(flat.work(r) for r in range(flat.num_ranks)) + flat.num_microbatches * lags
+    lags = sum(
+        lag for rows in (instance.forward_from, instance.backward_from) for row in rows for _, lag in row
+    )
+    return sum(instance.work(r) for r in range(instance.num_ranks)) + instance.num_microbatches * lags
 
 
 def solve_exact(
-    flat: Flat,
+    instance: Instance,
     *,
     lower: int,
     incumbent: Codes | None = None,
@@ -270,46 +281,52 @@ def solve_exact(
     """
     value = None
     if incumbent is not None:
-        pair = evaluate(flat, incumbent)
-        value = None if pair is None else pair[0 if flat.objective == "span" else 1]
-    upper = value if value is not None else sum(flat.work(r) for r in range(flat.num_ranks)) + _all_lags(flat)
+        pair = evaluate(instance, incumbent)
+        value = None if pair is None else pair[0 if instance.objective == "span" else 1]
+    upper = (
+        value
+        if value is not None
+        else sum(instance.work(r) for r in range(instance.num_ranks)) + _all_lags(instance)
+    )
     spent = 0.0
     if value is None or value > lower:
-        at_bound = _run(flat, lower, lower, None, time_limit_s / 3, seed)
+        at_bound = _run(instance, lower, lower, None, time_limit_s / 3, seed)
         spent = at_bound.seconds
         if at_bound.codes is not None:
             return at_bound
-    result = _run(flat, lower, upper, incumbent if value is not None else None, time_limit_s - spent, seed)
+    result = _run(
+        instance, lower, upper, incumbent if value is not None else None, time_limit_s - spent, seed
+    )
     return ExactResult(result.codes, result.value_ns, result.bound_ns, result.proved, spent + result.seconds)
 
 
-def refute(flat: Flat, value_ns: int, *, time_limit_s: float = 10.0, seed: int = 0) -> bool | None:
+def refute(instance: Instance, value_ns: int, *, time_limit_s: float = 10.0, seed: int = 0) -> bool | None:
     """True: no order is shorter than ``value_ns``, proved anew. False: one is. ``None``: the time ran out."""
-    result = ask_below(flat, value_ns, time_limit_s=time_limit_s, seed=seed)
+    result = ask_below(instance, value_ns, time_limit_s=time_limit_s, seed=seed)
     if result.codes is not None:
         return False
     return True if result.proved else None
 
 
-def ask_below(flat: Flat, value_ns: int, *, time_limit_s: float, seed: int = 0) -> ExactResult:
+def ask_below(instance: Instance, value_ns: int, *, time_limit_s: float, seed: int = 0) -> ExactResult:
     """Any order shorter than ``value_ns``, or the proof that there is none: ``proved`` without ``codes``.
 
     A question far below the optimum is often answered in a second on problems that the solver never
     minimises: a short horizon leaves no choice.
     """
-    return _run(flat, 0, value_ns - 1, None, time_limit_s, seed)
+    return _run(instance, 0, value_ns - 1, None, time_limit_s, seed)
 
 
-def _all_lags(flat: Flat) -> int:
-    return flat.num_microbatches * sum(
-        lag for rows in (flat.forward_from, flat.backward_from) for row in rows for _, lag in row
+def _all_lags(instance: Instance) -> int:
+    return instance.num_microbatches * sum(
+        lag for rows in (instance.forward_from, instance.backward_from) for row in rows for _, lag in row
     )
 
 
 def _run(
-    flat: Flat, lower: int, upper: int, hint: Codes | None, time_limit_s: float, seed: int
+    instance: Instance, lower: int, upper: int, hint: Codes | None, time_limit_s: float, seed: int
 ) -> ExactResult:
-    built = _Model(flat, safe_horizon(flat, upper), lower)
+    built = _Model(instance, safe_horizon(instance, upper), lower)
     built.model.add(built.value <= upper // built.unit)
     if hint is not None:
         built.hint(hint)
@@ -321,10 +338,10 @@ def _run(
     seconds = solver.wall_time
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         codes = built.codes(solver)
-        pair = evaluate(flat, codes)
+        pair = evaluate(instance, codes)
         if pair is None:
             raise ArithmeticError("the solver's order deadlocks: a fault of the model")
-        value = pair[0 if flat.objective == "span" else 1]
+        value = pair[0 if instance.objective == "span" else 1]
         bound = math.ceil(solver.best_objective_bound - 1e-6) * built.unit
         return ExactResult(codes, value, max(lower, bound), status == cp_model.OPTIMAL, seconds)
     bound = upper + 1 if status == cp_model.INFEASIBLE else lower

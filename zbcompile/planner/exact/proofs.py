@@ -16,12 +16,12 @@ from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.exact.crossing import crossing_bound, grids, most_likely_ranks, rounding_loss, shifted
 from zbcompile.planner.exact.model import ask_below, exact_unit, solve_exact, split_is_exact
 from zbcompile.planner.improve.anneal import Annealer
-from zbcompile.planner.incumbent import Best
+from zbcompile.planner.incumbent import Incumbent
 
 __all__ = [
     "EXACT_ACTIONS",
     "crossing_applies",
-    "glance",
+    "quick_crossing_bound",
     "proof_share",
     "prove_crossing",
     "prove_exact",
@@ -56,113 +56,114 @@ MOMENT_S = 0.05
 """Less time than this is not worth a question."""
 
 
-def prove_exact(best: Best, seed: int, time_limit_s: float) -> None:
+def prove_exact(incumbent: Incumbent, seed: int, time_limit_s: float) -> None:
     """Let CP-SAT close a small instance: a better order, a better bound, or both."""
-    flat = best.flat
-    actions = 3 * flat.num_stages * flat.num_microbatches
-    if best.done or actions > EXACT_ACTIONS:
+    instance = incumbent.instance
+    actions = 3 * instance.num_stages * instance.num_microbatches
+    if incumbent.done or actions > EXACT_ACTIONS:
         return
-    exact = split_is_exact(flat) and best.problem.transport == "async"
-    hint = best.codes
+    exact = split_is_exact(instance) and incumbent.problem.transport == "async"
+    hint = incumbent.codes
     if hint is not None and any(kind == BW for row in hint for kind, _ in row):
         hint = None
     result = solve_exact(
-        flat if exact else flat.relaxed(),
-        lower=best.bound.value_ns,
+        instance if exact else instance.relaxed(),
+        lower=incumbent.bound.value_ns,
         incumbent=hint,
-        time_limit_s=max(0.1, min(time_limit_s, best.seconds_left)),
+        time_limit_s=max(0.1, min(time_limit_s, incumbent.seconds_left)),
         seed=seed,
     )
     if result.codes is not None:
-        best.offer(result.codes, "cp_sat")
-    if result.bound_ns > best.bound.value_ns:
+        incumbent.offer(result.codes, "cp_sat")
+    if result.bound_ns > incumbent.bound.value_ns:
         witness = {
             "solver": "CP-SAT",
             "model": "exact" if exact else "exact on costs that no fusing undercuts",
             "actions": actions,
         }
-        best.raise_bound(Bound(result.bound_ns, "cp_sat", flat.objective, witness))
+        incumbent.raise_bound(Bound(result.bound_ns, "cp_sat", instance.objective, witness))
 
 
-def below_applies(best: Best) -> bool:
+def below_applies(incumbent: Incumbent) -> bool:
     """Several stages per rank, about as many microbatches as ranks: memory leaves the solver free."""
-    flat = best.flat
+    instance = incumbent.instance
     return (
-        best.problem.transport == "async"
-        and flat.num_stages > flat.num_ranks
-        and 2 * flat.num_microbatches <= 3 * flat.num_ranks
-        and 3 * flat.num_stages * flat.num_microbatches <= BELOW_ACTIONS
+        incumbent.problem.transport == "async"
+        and instance.num_stages > instance.num_ranks
+        and 2 * instance.num_microbatches <= 3 * instance.num_ranks
+        and 3 * instance.num_stages * instance.num_microbatches <= BELOW_ACTIONS
     )
 
 
-def prove_from_below(best: Best, seed: int) -> None:
+def prove_from_below(incumbent: Incumbent, seed: int) -> None:
     """Halve the gap again and again: CP-SAT is asked for an order below the middle, or the proof of none.
 
     A question gets a quarter of the time that is left; what it does not answer counts as too hard, and the
     next one is asked further down.
     """
-    if best.done or best.value is None or not below_applies(best):
+    if incumbent.done or incumbent.value is None or not below_applies(incumbent):
         return
-    flat = best.flat.relaxed()
-    exact = split_is_exact(best.flat)
+    instance = incumbent.instance.relaxed()
+    exact = split_is_exact(incumbent.instance)
     witness = {
         "solver": "CP-SAT",
         "model": "exact" if exact else "exact on costs that no fusing undercuts",
-        "actions": 3 * flat.num_stages * flat.num_microbatches,
+        "actions": 3 * instance.num_stages * instance.num_microbatches,
     }
-    high = best.value  # the highest question still worth asking
-    while not best.done and high - best.bound.value_ns > best.value // BELOW_STEPS:
-        middle = (best.bound.value_ns + high + 1) // 2
-        result = ask_below(flat, middle, time_limit_s=best.seconds_left / 4, seed=seed)
+    high = incumbent.value  # the highest question still worth asking
+    while not incumbent.done and high - incumbent.bound.value_ns > incumbent.value // BELOW_STEPS:
+        middle = (incumbent.bound.value_ns + high + 1) // 2
+        result = ask_below(instance, middle, time_limit_s=incumbent.seconds_left / 4, seed=seed)
         if result.codes is not None:
-            best.offer(result.codes, "cp_sat")
+            incumbent.offer(result.codes, "cp_sat")
         elif result.proved:
-            best.raise_bound(Bound(middle, "cp_sat", flat.objective, witness))
+            incumbent.raise_bound(Bound(middle, "cp_sat", instance.objective, witness))
             continue
         high = middle - 1
 
 
-def crossing_applies(best: Best) -> bool:
+def crossing_applies(incumbent: Incumbent) -> bool:
     """One stage per rank, not too many microbatches, and at most the memory of p microbatches."""
-    flat = best.flat
+    instance = incumbent.instance
     return (
-        best.problem.transport == "async"
-        and is_chain(flat)
-        and flat.num_microbatches <= CROSSING_MICROBATCHES
-        and min(flat.room[r] // max(1, flat.saved[r]) for r in range(flat.num_ranks)) <= flat.num_ranks
+        incumbent.problem.transport == "async"
+        and is_chain(instance)
+        and instance.num_microbatches <= CROSSING_MICROBATCHES
+        and min(instance.headroom[r] // max(1, instance.saved[r]) for r in range(instance.num_ranks))
+        <= instance.num_ranks
     )
 
 
-def proof_share(best: Best, time_limit_s: float) -> float:
+def proof_share(incumbent: Incumbent, time_limit_s: float) -> float:
     """Share of the time to leave for the solver: most of it where the whole chain may close.
 
     It takes 30 to 60 s for p x m = 192 and 10 to 20 s for 64, on one of two cores.
     """
-    if not crossing_applies(best):
-        return 0.3 if below_applies(best) else 0.0
-    size = best.flat.num_ranks * best.flat.num_microbatches
+    if not crossing_applies(incumbent):
+        return 0.3 if below_applies(incumbent) else 0.0
+    size = incumbent.instance.num_ranks * incumbent.instance.num_microbatches
     return 0.9 if size <= 2.5 * time_limit_s else 0.8 if size <= 3.5 * time_limit_s else 0.4
 
 
-def glance(best: Best, seed: int, time_limit_s: float) -> None:
+def quick_crossing_bound(incumbent: Incumbent, seed: int, time_limit_s: float) -> None:
     """The crossing bound of the most likely rank on the coarsest grid: seconds that may end the search."""
-    if best.done or best.value is None or not crossing_applies(best):
+    if incumbent.done or incumbent.value is None or not crossing_applies(incumbent):
         return
-    lane = _Lane(best, seed, min(time_limit_s, best.seconds_left))
-    best.raise_bound(lane.ask(lane.likely[0], lane.grids[0], time_limit_s)[0])
+    lane = _Lane(incumbent, seed, min(time_limit_s, incumbent.seconds_left))
+    incumbent.raise_bound(lane.ask(lane.likely[0], lane.grids[0], time_limit_s)[0])
 
 
-def prove_crossing(best: Best, seed: int) -> None:
+def prove_crossing(incumbent: Incumbent, seed: int) -> None:
     """Use the time that is left for the crossing models: single ranks beside the whole chain.
 
     Two lanes of questions, each in a thread of its own (CP-SAT releases Python's lock). A lane starts from
     what is known now and builds on its own answers alone, so that what comes out does not hang on
     which of them is faster.
     """
-    if best.done or best.value is None or not crossing_applies(best):
+    if incumbent.done or incumbent.value is None or not crossing_applies(incumbent):
         return
     answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
-    lanes = [_Lane(best, seed, best.seconds_left) for _ in range(2)]
+    lanes = [_Lane(incumbent, seed, incumbent.seconds_left) for _ in range(2)]
     asked = [lanes[0].single_ranks(), lanes[1].whole_chain()]
 
     def work(questions: Iterator[Answer]) -> None:
@@ -183,9 +184,9 @@ def prove_crossing(best: Best, seed: int) -> None:
                     continue
                 bound, orders = answer
                 for codes in orders:
-                    best.offer(codes, "cp_sat")
-                best.raise_bound(bound)
-                if best.proved:
+                    incumbent.offer(codes, "cp_sat")
+                incumbent.raise_bound(bound)
+                if incumbent.proved:
                     break
         finally:
             while not all(future.done() for future in running):
@@ -202,15 +203,15 @@ Answer = tuple[Bound, list[Codes]]
 class _Lane:
     """Questions to the crossing models, one after the other, each with the answers before it as known."""
 
-    def __init__(self, best: Best, seed: int, seconds: float) -> None:
-        assert best.value is not None
-        self.flat, self.real, self.seed = best.flat.relaxed(), best.flat, seed
+    def __init__(self, incumbent: Incumbent, seed: int, seconds: float) -> None:
+        assert incumbent.value is not None
+        self.instance, self.real, self.seed = incumbent.instance.relaxed(), incumbent.instance, seed
         self.end = time.monotonic() + seconds
-        self.value, self.known = best.value, best.bound.value_ns
-        self.head = Paths.of(self.flat).head
-        self.likely = most_likely_ranks(self.flat)
-        self.grids = grids(shifted(self.flat), FINEST_GRID)
-        self.exact = Fraction(exact_unit(self.flat))
+        self.value, self.known = incumbent.value, incumbent.bound.value_ns
+        self.head = Paths.of(self.instance).head
+        self.likely = most_likely_ranks(self.instance)
+        self.grids = grids(shifted(self.instance), FINEST_GRID)
+        self.exact = Fraction(exact_unit(self.instance))
         self.solver: cp_model.CpSolver | None = None
         self.stopped = False
 
@@ -232,7 +233,7 @@ class _Lane:
         and on the times themselves, or two other ranks where the chain is too long."""
         finest = self.grids[-1]
         questions: list[tuple[int | None, Fraction]] = [(self.likely[0], finest)]
-        if self.flat.num_ranks * self.flat.num_microbatches <= WHOLE_CHAIN:
+        if self.instance.num_ranks * self.instance.num_microbatches <= WHOLE_CHAIN:
             questions += [(None, finest), (None, self.exact)]
         else:
             questions += [(rank, finest) for rank in self.likely[1:3]]
@@ -240,9 +241,9 @@ class _Lane:
 
     def whole_chain(self) -> Iterator[Answer]:
         """The whole chain on grids that are close enough to the times, at last on the times themselves."""
-        if self.flat.num_ranks * self.flat.num_microbatches > WHOLE_CHAIN:
+        if self.instance.num_ranks * self.instance.num_microbatches > WHOLE_CHAIN:
             return iter(())
-        close = [g for g in self.grids if rounding_loss(self.flat, g) <= CLOSE_LOSS] or self.grids[-1:]
+        close = [g for g in self.grids if rounding_loss(self.instance, g) <= CLOSE_LOSS] or self.grids[-1:]
         return self._answers([(None, grid) for grid in [*(g for g in close if g > self.exact), self.exact]])
 
     def _answers(self, questions: list[tuple[int | None, Fraction]]) -> Iterator[Answer]:
@@ -252,10 +253,10 @@ class _Lane:
 
     def ask(self, rank: int | None, grid: Fraction, seconds: float) -> Answer:
         """One question; its bound, and for the whole chain its order, as found and annealed."""
-        head = self.head[rank] if rank is not None and self.flat.objective == "makespan" else 0
+        head = self.head[rank] if rank is not None and self.instance.objective == "makespan" else 0
         self.solver = cp_model.CpSolver()
         found = crossing_bound(
-            self.flat,
+            self.instance,
             rank,
             grid,
             upper_ns=self.value - head,
@@ -280,4 +281,4 @@ class _Lane:
                 orders = [found.codes, annealer.run(found.codes, TRIES, seed=self.seed + 1, goal=self.known)]
                 scores = [annealer.score(codes) for codes in orders]
                 self.value = min(self.value, *(score[0] for score in scores if score is not None))
-        return Bound(head + found.value_ns, "crossing", self.flat.objective, witness), orders
+        return Bound(head + found.value_ns, "crossing", self.instance.objective, witness), orders

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from zbcompile.planner.core.instance import BW, Codes, Flat
+from zbcompile.planner.core.instance import BW, Codes, Instance
 from zbcompile.planner.exact.model import right_shifted_starts
 from zbcompile.planner.improve.anneal import Annealer
 
@@ -30,58 +30,58 @@ class Folded:
     copies of it stay; ``None`` and no ``repeats`` for a whole order.
     """
 
-    flat: Flat
+    instance: Instance
     codes: Codes
-    fences: list[tuple[int, int, int]] | None = None
+    frozen_blocks: list[tuple[int, int, int]] | None = None
     repeats: int = 0
 
     def unfold(self) -> Codes:
         """The whole order again."""
-        if self.fences is None:
+        if self.frozen_blocks is None:
             return self.codes
         return [
             row[:low] + row[low:high] * self.repeats + row[low:]
-            for row, (low, high, _) in zip(self.codes, self.fences, strict=True)
+            for row, (low, high, _) in zip(self.codes, self.frozen_blocks, strict=True)
         ]
 
     def grown(self, count: int) -> Codes | None:
         """The order for ``count`` microbatches; ``None`` where whole blocks do not make up the difference."""
-        assert self.fences is not None
-        low, high, _ = self.fences[0]
-        block = (high - low) // (3 * len(self.flat.stages_of[0]))
-        repeats, left = divmod(count - self.flat.num_microbatches, block)
+        assert self.frozen_blocks is not None
+        low, high, _ = self.frozen_blocks[0]
+        block = (high - low) // (3 * len(self.instance.stages_of[0]))
+        repeats, left = divmod(count - self.instance.num_microbatches, block)
         return None if left or repeats < 0 else replace(self, repeats=repeats).unfold()
 
 
-def fold(flat: Flat, codes: Codes, annealer: Annealer) -> Folded | None:
+def fold(instance: Instance, codes: Codes, annealer: Annealer) -> Folded | None:
     """The order without repetitions of the smallest block that repeats; ``None`` where no middle does.
 
     One copy of the block stays where the middle has no idle time; otherwise up to four.
-    annealer : of ``flat``.
+    annealer : of ``instance``.
     """
     value = annealer.score(codes)
     if value is None or any(kind == BW for row in codes for kind, _ in row):
         return None
-    starts = _row_starts(flat, codes)
-    work = max(flat.work(r) // flat.num_microbatches for r in range(flat.num_ranks))
-    for q in range(1, flat.num_ranks + 1):
-        middle = _middle(flat, codes, starts, q)
+    starts = _row_starts(instance, codes)
+    work = max(instance.work(r) // instance.num_microbatches for r in range(instance.num_ranks))
+    for q in range(1, instance.num_ranks + 1):
+        middle = _middle(instance, codes, starts, q)
         if middle is None:
             continue
         for copies in (1, 4, 3, 2):
-            folded = _fold_at(flat, codes, *middle, q, copies)
+            folded = _fold_at(instance, codes, *middle, q, copies)
             if folded is None or folded.unfold() != codes:
                 continue
-            short = Annealer(folded.flat).score(folded.codes)
+            short = Annealer(folded.instance).score(folded.codes)
             if short is None or (copies == 1 and short[0] + folded.repeats * q * work != value[0]):
                 continue
             return folded
     return None
 
 
-def _row_starts(flat: Flat, codes: Codes) -> list[list[int]]:
+def _row_starts(instance: Instance, codes: Codes) -> list[list[int]]:
     """Start time of every action, row by row."""
-    starts = right_shifted_starts(flat, codes)
+    starts = right_shifted_starts(instance, codes)
     rows = []
     for row in codes:
         seen: Counter[tuple[int, int]] = Counter()
@@ -93,9 +93,11 @@ def _row_starts(flat: Flat, codes: Codes) -> list[list[int]]:
     return rows
 
 
-def _middle(flat: Flat, codes: Codes, starts: list[list[int]], q: int) -> tuple[list[int], int] | None:
+def _middle(
+    instance: Instance, codes: Codes, starts: list[list[int]], q: int
+) -> tuple[list[int], int] | None:
     """Where blocks of q microbatches begin to repeat, at one time on all ranks, and how often they do."""
-    sizes = [3 * q * len(stages) for stages in flat.stages_of]
+    sizes = [3 * q * len(stages) for stages in instance.stages_of]
     runs = []
     for row, size in zip(codes, sizes, strict=True):
         low, high = _longest_run(row, size, q)
@@ -107,10 +109,12 @@ def _middle(flat: Flat, codes: Codes, starts: list[list[int]], q: int) -> tuple[
     return lows, min((high - low) // size for low, (_, high), size in zip(lows, runs, sizes, strict=True))
 
 
-def _fold_at(flat: Flat, codes: Codes, lows: list[int], blocks: int, q: int, copies: int) -> Folded | None:
+def _fold_at(
+    instance: Instance, codes: Codes, lows: list[int], blocks: int, q: int, copies: int
+) -> Folded | None:
     """Take out what can be spared of the ``blocks`` from ``lows`` on; ``copies`` stay."""
-    p, m = flat.num_ranks, flat.num_microbatches
-    sizes = [3 * q * len(stages) for stages in flat.stages_of]
+    p, m = instance.num_ranks, instance.num_microbatches
+    sizes = [3 * q * len(stages) for stages in instance.stages_of]
     most = blocks - copies
     repeats = min(most, (m - _KEPT * p // 2) // q - copies + 1)
     if repeats < 1:
@@ -120,8 +124,8 @@ def _fold_at(flat: Flat, codes: Codes, lows: list[int], blocks: int, q: int, cop
     rows = [
         row[:low] + row[low + repeats * size :] for row, low, size in zip(codes, lows, sizes, strict=True)
     ]
-    fences = [(low, low + size, copies) for low, size in zip(lows, sizes, strict=True)]
-    return Folded(replace(flat, num_microbatches=m - repeats * q), rows, fences, repeats)
+    frozen_blocks = [(low, low + size, copies) for low, size in zip(lows, sizes, strict=True)]
+    return Folded(replace(instance, num_microbatches=m - repeats * q), rows, frozen_blocks, repeats)
 
 
 def _longest_run(row: list[tuple[int, int]], size: int, q: int) -> tuple[int, int]:

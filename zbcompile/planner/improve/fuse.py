@@ -12,14 +12,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from zbcompile.planner.core.instance import BW, B, Codes, F, Flat, W, shaped
+from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W, shaped
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.core.score import fits
 from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.improve.jitter import jittered_mean
-from zbcompile.planner.incumbent import Best
+from zbcompile.planner.incumbent import Incumbent
 from zbcompile.planner.search import Effort, pattern_orders
-from zbcompile.planner.starts.fused_patterns import Pattern, fused_list_schedule, patterns, window_choices
+from zbcompile.planner.starts.fused_patterns import (
+    FusedPattern,
+    fused_list_schedule,
+    patterns,
+    window_choices,
+)
 from zbcompile.planner.starts.list_schedule import Recipe, standard_limits
 
 __all__ = ["fuse_range", "fusing_tries", "improve_fusing", "matters", "split_range"]
@@ -29,10 +34,12 @@ Row = list[tuple[int, int]]
 _Change = Callable[[Row, int, int, int], Row]
 
 
-def matters(flat: Flat, transport: str) -> bool:
+def matters(instance: Instance, transport: str) -> bool:
     """Whether fusing can shorten any order: a cheaper BW, a smaller footprint, or sends that block."""
-    cheaper = any(d < b + w for d, b, w in zip(flat.fused, flat.backward, flat.weight, strict=True))
-    wide = any(w > b for w, b in zip(flat.pending, flat.saved, strict=True))
+    cheaper = any(
+        d < b + w for d, b, w in zip(instance.fused, instance.backward, instance.weight, strict=True)
+    )
+    wide = any(w > b for w, b in zip(instance.pending, instance.saved, strict=True))
     return cheaper or wide or transport != "async"
 
 
@@ -87,18 +94,18 @@ def fusing_tries(actions: int) -> int:
 
 
 def improve_fusing(
-    best: Best, *, tries: int = 1500, seed: int = 0, share: float = 0.9, whole: bool = True
+    incumbent: Incumbent, *, tries: int = 1500, seed: int = 0, share: float = 0.9, whole: bool = True
 ) -> None:
     """Offer orders with some backwards fused, counted in tries.
 
     share : most of the time left that may be used. whole : start from whole patterns and list
         schedules, not only from the best order so far.
     """
-    if best.done or not matters(best.flat, best.problem.transport):
+    if incumbent.done or not matters(incumbent.instance, incumbent.problem.transport):
         return
-    search = _Search(best, tries, seed, share)
+    search = _Search(incumbent, tries, seed, share)
     try:
-        if whole and any(len(stages) > 1 for stages in best.flat.stages_of):
+        if whole and any(len(stages) > 1 for stages in incumbent.instance.stages_of):
             search.offset_patterns()
         elif whole:
             search.whole_patterns()
@@ -112,13 +119,13 @@ def improve_fusing(
 
 
 class _Search:
-    def __init__(self, best: Best, tries: int, seed: int, share: float) -> None:
-        self.best, self.left, self.seed = best, tries, seed
-        self.reserve = best.seconds_left * (1 - share)
+    def __init__(self, incumbent: Incumbent, tries: int, seed: int, share: float) -> None:
+        self.best, self.left, self.seed = incumbent, tries, seed
+        self.reserve = incumbent.seconds_left * (1 - share)
         self.score: tuple[int, int, int] | None = None
         self.codes: Codes = []
-        if best.codes is not None:
-            self.take(best.codes)
+        if incumbent.codes is not None:
+            self.take(incumbent.codes)
 
     @property
     def over(self) -> bool:
@@ -128,7 +135,7 @@ class _Search:
     def take(self, codes: Codes, origin: str = "split or fuse") -> bool:
         """Keep an order if it is shorter, or as long with shorter rank spans, or with fewer splits."""
         self.left -= 1
-        if not fits(self.best.flat, codes):
+        if not fits(self.best.instance, codes):
             return False
         found = self.best.clock.score(codes)
         if found is None:
@@ -142,15 +149,15 @@ class _Search:
 
     def whole_patterns(self) -> None:
         """Every pattern once, then the best one's neighbours until none is better."""
-        flat, kept = self.best.flat, None
-        seen: set[Pattern] = set()
+        instance, kept = self.best.instance, None
+        seen: set[FusedPattern] = set()
 
-        def try_pattern(pattern: Pattern) -> bool:
+        def try_pattern(pattern: FusedPattern) -> bool:
             nonlocal kept
             if pattern in seen:
                 return False
             seen.add(pattern)
-            codes = pattern.codes(flat)
+            codes = pattern.codes(instance)
             score = self.best.clock.score(codes)
             self.left -= 1
             if score is None or (kept is not None and score >= kept[0]):
@@ -159,36 +166,36 @@ class _Search:
             self.take(codes)
             return True
 
-        for pattern in patterns(flat):
+        for pattern in patterns(instance):
             if self.over:
                 return
             try_pattern(pattern)
         better = True
         while better and kept is not None:
             better = False
-            for pattern in kept[1].neighbours(flat.num_microbatches):
+            for pattern in kept[1].neighbours(instance.num_microbatches):
                 if self.over:
                     return
                 better = try_pattern(pattern) or better
 
     def list_schedules(self) -> None:
         """The list scheduler with each choice of split windows."""
-        flat = self.best.flat
-        paths = Paths.of(flat)
-        trips = [paths.f_to_b(stages[0], stages[0]) for stages in flat.stages_of]
-        budget = tuple(max(0, self.best.bound.value_ns - flat.work(r)) for r in range(flat.num_ranks))
-        for windows in window_choices(flat):
-            for limits in standard_limits(flat, trips):
+        instance = self.best.instance
+        paths = Paths.of(instance)
+        trips = [paths.f_to_b(stages[0], stages[0]) for stages in instance.stages_of]
+        budget = tuple(max(0, self.best.bound.value_ns - instance.work(r)) for r in range(instance.num_ranks))
+        for windows in window_choices(instance):
+            for limits in standard_limits(instance, trips):
                 for theta in (100, 50, 0):
                     if self.over:
                         return
-                    codes = fused_list_schedule(flat, Recipe(limits, theta, budget), windows)
+                    codes = fused_list_schedule(instance, Recipe(limits, theta, budget), windows)
                     if codes is not None:
                         self.take(codes)
 
     def offset_patterns(self) -> None:
         """Several stages per rank: the patterns of the split search, as they are and all fused."""
-        annealer = Annealer(self.best.flat)
+        annealer = Annealer(self.best.instance)
         effort = Effort(20, 40, 0)
         for _, _, codes in pattern_orders(self.best, annealer, effort, random.Random(self.seed)):
             for order in (codes, shaped(codes, "always")):
@@ -198,8 +205,8 @@ class _Search:
 
     def ranges(self) -> None:
         """Fuse or split ranges of microbatches of one stage or of several, until nothing helps."""
-        m, p = self.best.flat.num_microbatches, self.best.flat.num_ranks
-        every = tuple(range(self.best.flat.num_stages))
+        m, p = self.best.instance.num_microbatches, self.best.instance.num_ranks
+        every = tuple(range(self.best.instance.num_stages))
         cuts = sorted({0, 1, *(k for k in (p // 2, p, m - p, m - p // 2, m - 1, m) if 0 < k <= m)})
         windows = [(low, high) for a, low in enumerate(cuts) for high in cuts[a + 1 :]]
         better = True
@@ -216,25 +223,25 @@ class _Search:
         """Change the rows of some stages of the best order so far; True if that is better."""
         codes = list(self.codes)
         for s in stages:
-            rank = self.best.flat.rank_of[s]
+            rank = self.best.instance.rank_of[s]
             codes[rank] = change(codes[rank], s, low, high)
         return not self.over and codes != self.codes and self.take(codes)
 
     def single_actions(self) -> None:
         """Fuse or split single backwards, a split's W directly behind its B or a few actions later."""
-        flat, better = self.best.flat, True
+        instance, better = self.best.instance, True
         while better and not self.over:
             better = False
-            for s in range(flat.num_stages):
-                for i in range(flat.num_microbatches):
+            for s in range(instance.num_stages):
+                for i in range(instance.num_microbatches):
                     for change in (_fuse_own, _fuse_next, _split_here, _split_later):
                         better = self.change((s,), change, i, i + 1) or better
 
     def small_moves(self) -> None:
         """With the tries that are left: move an action by a few places, or flip a backward, at random."""
-        rng, flat = random.Random(self.seed), self.best.flat
+        rng, instance = random.Random(self.seed), self.best.instance
         while not self.over:
-            rank = rng.randrange(flat.num_ranks)
+            rank = rng.randrange(instance.num_ranks)
             row = self.codes[rank]
             for _ in range(rng.randint(1, 3)):
                 moved = _small_move(row, rng)
@@ -250,22 +257,26 @@ class _Search:
         Compared per stage and kind of phase (start, middle, end), and always within the best value.
         Means that differ by less than a ten-thousandth count as equal.
         """
-        flat, clock = self.best.flat, self.best.clock
+        instance, clock = self.best.instance, self.best.clock
         if self.score is None:
             return
-        m, p = flat.num_microbatches, flat.num_ranks
+        m, p = instance.num_microbatches, instance.num_ranks
         phases = sorted({0, min(p, m), max(0, m - p), m})
         grain = max(1, self.score[0] // 10_000)
         mean = jittered_mean(clock, self.codes, seed=self.seed)
-        for s in range(flat.num_stages):
+        for s in range(instance.num_stages):
             for low, high in zip(phases, phases[1:], strict=False):
                 for change in (_fuse_own, _split_here):
                     if self.best.seconds_left <= self.reserve / 2:
                         return
-                    rank = flat.rank_of[s]
+                    rank = instance.rank_of[s]
                     row = change(self.codes[rank], s, low, high)
                     codes = [row if r == rank else old for r, old in enumerate(self.codes)]
-                    if codes == self.codes or not fits(flat, codes) or clock.value(codes) != self.score[0]:
+                    if (
+                        codes == self.codes
+                        or not fits(instance, codes)
+                        or clock.value(codes) != self.score[0]
+                    ):
                         continue
                     other = jittered_mean(clock, codes, seed=self.seed)
                     alike = abs(other - mean) < grain

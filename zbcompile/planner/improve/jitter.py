@@ -20,11 +20,14 @@ def jittered_mean(clock: Clock, codes: Codes, *, percent: int = 10, samples: int
 
     The order must not deadlock. Deterministic: the same arguments give the same integer.
     """
-    flat, total = clock.flat, 0
+    instance, total = clock.instance, 0
     for sample in range(samples):
         rng = random.Random(f"{seed}/{sample}")
         scale = [
-            [[rng.randint(-1000, 1000) for _ in range(flat.num_microbatches)] for _ in range(flat.num_stages)]
+            [
+                [rng.randint(-1000, 1000) for _ in range(instance.num_microbatches)]
+                for _ in range(instance.num_stages)
+            ]
             for _ in (F, B, W)
         ]
         value = clock.value(codes, _stretched(clock, codes, scale, percent))
@@ -35,7 +38,7 @@ def jittered_mean(clock: Clock, codes: Codes, *, percent: int = 10, samples: int
 
 
 def _stretched(clock: Clock, codes: Codes, scale: list[list[list[int]]], percent: int) -> list[list[int]]:
-    flat, rows = clock.flat, []
+    instance, rows = clock.instance, []
     for row, nominal in zip(codes, clock.nominal(codes), strict=True):
         count: dict[tuple[int, int], int] = {}
         waiting: dict[int, list[int]] = {}
@@ -52,7 +55,7 @@ def _stretched(clock: Clock, codes: Codes, scale: list[list[list[int]]], percent
                 if kind == B:
                     waiting.setdefault(s, []).append(i)
             if kind == BW:
-                b, w = flat.backward[s], flat.weight[s]
+                b, w = instance.backward[s], instance.weight[s]
                 by = (b * by + w * scale[W][s][i]) // max(1, b + w)
             times.append(time + time * by * percent // 100_000)
         rows.append(times)

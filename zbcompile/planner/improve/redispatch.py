@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from zbcompile.planner.core.dispatch import Dispatcher
-from zbcompile.planner.core.instance import BW, B, Codes, F, Flat, W
+from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
 from zbcompile.planner.core.tables import unpack
 from zbcompile.planner.exact.model import right_shifted_starts
 from zbcompile.planner.improve.anneal import Annealer
 
-__all__ = ["rewoven"]
+__all__ = ["redispatched"]
 
 _LATE = (0, 1, 3, 6)
 """How many W's later than in the order W's are due."""
@@ -34,8 +34,8 @@ class _Recipe:
     share: int
 
 
-def rewoven(
-    flat: Flat,
+def redispatched(
+    instance: Instance,
     codes: Codes,
     annealer: Annealer,
     dispatcher: Dispatcher,
@@ -51,11 +51,11 @@ def rewoven(
     given = annealer.score(codes)
     if given is None or any(kind == BW for row in codes for kind, _ in row):
         return []
-    S, m = flat.num_stages, flat.num_microbatches
-    starts = right_shifted_starts(flat, codes)
+    S, m = instance.num_stages, instance.num_microbatches
+    starts = right_shifted_starts(instance, codes)
     rows = [[starts[kind, s, i] for i in range(m)] for kind in (F, B, W) for s in range(S)]
-    longest = max(flat.weight)
-    most = _in_flight(flat, codes)
+    longest = max(instance.weight)
+    most = _in_flight(instance, codes)
     pool: list[tuple[tuple[int, int], _Recipe, Codes]] = []
     first = [
         _Recipe((0,) * (2 * S) + (late * longest,) * S, flying, share)
@@ -78,7 +78,7 @@ def rewoven(
         if line is None or score is None or (len(pool) == 16 and score >= pool[-1][0]):
             continue
         if all(score != known for known, _, _ in pool):
-            made = unpack(flat, dispatcher.offsets, line)
+            made = unpack(instance, dispatcher.offsets, line)
             pool = sorted([*pool, (score, recipe, made)], key=lambda entry: entry[0])[:16]
     return [(*score, made) for score, _, made in pool[:3]]
 
@@ -106,9 +106,9 @@ def _mutate(recipe: _Recipe, most: tuple[int, ...], longest: int, m: int, rng: r
     return replace(recipe, shift=tuple(shift), flying=tuple(flying), share=share)
 
 
-def _in_flight(flat: Flat, codes: Codes) -> tuple[int, ...]:
+def _in_flight(instance: Instance, codes: Codes) -> tuple[int, ...]:
     """Most microbatches between F and B per stage."""
-    most, now = [1] * flat.num_stages, [0] * flat.num_stages
+    most, now = [1] * instance.num_stages, [0] * instance.num_stages
     for row in codes:
         for kind, s in row:
             now[s] += (1, -1, 0)[kind]

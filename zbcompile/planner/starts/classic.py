@@ -6,7 +6,7 @@ Orders for several stages per rank are in `zbcompile.planner.starts.classic_loop
 
 from __future__ import annotations
 
-from zbcompile.planner.core.instance import BW, B, Codes, F, Flat, W
+from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
 from zbcompile.planner.starts.classic_loops import V_ORDERS, interleaved
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
@@ -72,6 +72,6 @@ def orders_for(problem: Problem) -> list[tuple[str, Codes]]:
             ("interleaved 1F1B", interleaved(p, per_rank, m, zero_bubble=False)),
         ]
     elif placement == Placement.v(p, 2):
-        flat = Flat.of(problem)
-        found = [(name, build(flat)) for name, build in V_ORDERS]
+        instance = Instance.of(problem)
+        found = [(name, build(instance)) for name, build in V_ORDERS]
     return [(name, codes) for name, codes in found if codes is not None]

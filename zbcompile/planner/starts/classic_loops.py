@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from zbcompile.planner.core.instance import BW, B, Codes, F, Flat, W
-from zbcompile.planner.starts.offset_keys import Pattern
+from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
+from zbcompile.planner.starts.offset_keys import OffsetKeys
 from zbcompile.planner.starts.repeated_blocks import block_order
 
 __all__ = ["dual_pipe_v", "interleaved", "v_half", "v_min", "zb_v"]
@@ -83,16 +83,16 @@ def _limited(row: Row, m: int) -> Row:
     return kept
 
 
-def v_half(flat: Flat) -> Codes:
+def v_half(instance: Instance) -> Codes:
     """V-Half's building block: about half of 1F1B's memory."""
-    middle = 4 if flat.num_ranks % 2 == 0 else 1
-    return block_order(flat, Pattern((2, 1), (2, 1), (1, middle, 2)))
+    middle = 4 if instance.num_ranks % 2 == 0 else 1
+    return block_order(instance, OffsetKeys((2, 1), (2, 1), (1, middle, 2)))
 
 
-def v_min(flat: Flat) -> Codes:
+def v_min(instance: Instance) -> Codes:
     """V-Min's building block: about a third of 1F1B's memory."""
-    middle = 3 if flat.num_ranks % 3 == 0 else 1
-    return block_order(flat, Pattern((1, 1), (1, 1), (1, middle, 1)))
+    middle = 3 if instance.num_ranks % 3 == 0 else 1
+    return block_order(instance, OffsetKeys((1, 1), (1, 1), (1, middle, 1)))
 
 
 def dual_pipe_v(p: int, m: int) -> Codes | None:
@@ -129,9 +129,9 @@ def _dual_pipe_v_rank(p: int, rank: int, m: int) -> Row:
     return row + waiting
 
 
-V_ORDERS: tuple[tuple[str, Callable[[Flat], Codes | None]], ...] = (
-    ("ZB-V", lambda flat: zb_v(flat.num_ranks, flat.num_microbatches)),
+V_ORDERS: tuple[tuple[str, Callable[[Instance], Codes | None]], ...] = (
+    ("ZB-V", lambda instance: zb_v(instance.num_ranks, instance.num_microbatches)),
     ("V-Half", v_half),
     ("V-Min", v_min),
-    ("DualPipeV", lambda flat: dual_pipe_v(flat.num_ranks, flat.num_microbatches)),
+    ("DualPipeV", lambda instance: dual_pipe_v(instance.num_ranks, instance.num_microbatches)),
 )

@@ -10,32 +10,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zbcompile.planner.core.instance import BW, B, Codes, F, Flat, W
+from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.starts.list_schedule import ListRun, Recipe
 
-__all__ = ["Pattern", "alternate", "fused_list_schedule", "patterns", "window_choices"]
+__all__ = ["FusedPattern", "alternate", "fused_list_schedule", "patterns", "window_choices"]
 
 Windows = tuple[tuple[int, int], ...]
 """Per rank (head, tail): how many microbatches are split at the start and at the end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pattern:
+class FusedPattern:
     """Per rank: F's before the first backward, W's that may wait, and the split windows."""
 
     warm: tuple[int, ...]
     waiting: tuple[int, ...]
     windows: Windows
 
-    def codes(self, flat: Flat) -> Codes:
+    def codes(self, instance: Instance) -> Codes:
         """The order."""
         return [
-            alternate(flat, rank, self.warm[rank], self.waiting[rank], self.windows[rank])
-            for rank in range(flat.num_ranks)
+            alternate(instance, rank, self.warm[rank], self.waiting[rank], self.windows[rank])
+            for rank in range(instance.num_ranks)
         ]
 
-    def neighbours(self, count: int) -> Iterator[Pattern]:
+    def neighbours(self, count: int) -> Iterator[FusedPattern]:
         """One number more or less: on one rank, on all, or by a slope that grows or falls along the ranks."""
         p = len(self.warm)
         shapes = [
@@ -49,7 +49,7 @@ class Pattern:
                 for sign in (1, -1):
                     yield self._shifted(field, tuple(sign * v for v in shape), count)
 
-    def _shifted(self, field: str, steps: tuple[int, ...], count: int) -> Pattern:
+    def _shifted(self, field: str, steps: tuple[int, ...], count: int) -> FusedPattern:
         def shift(row: tuple[int, ...], least: int) -> tuple[int, ...]:
             return tuple(max(least, min(count, v + step)) for v, step in zip(row, steps, strict=True))
 
@@ -63,19 +63,19 @@ class Pattern:
             heads = shift(heads, 0)
         if field == "tail":
             tails = shift(tails, 0)
-        return Pattern(warm, waiting, tuple(zip(heads, tails, strict=True)))
+        return FusedPattern(warm, waiting, tuple(zip(heads, tails, strict=True)))
 
 
 def alternate(
-    flat: Flat, rank: int, warm: int, waiting: int, window: tuple[int, int]
+    instance: Instance, rank: int, warm: int, waiting: int, window: tuple[int, int]
 ) -> list[tuple[int, int]]:
     """``warm`` F's, then a backward and an F in turn; a W once more than ``waiting`` are pending.
 
     W's run earlier where an F or B finds no room, and one behind every B once no F is left. A rank
     whose room takes no further F runs a backward first. Fits wherever one microbatch fits.
     """
-    s, m, room = flat.stages_of[rank][0], flat.num_microbatches, flat.room[rank]
-    saved, grow = flat.saved[s], flat.pending[s] - flat.saved[s]
+    s, m, headroom = instance.stages_of[rank][0], instance.num_microbatches, instance.headroom[rank]
+    saved, grow = instance.saved[s], instance.pending[s] - instance.saved[s]
     row: list[tuple[int, int]] = []
     held = forwards = backwards = pending = 0
 
@@ -83,22 +83,22 @@ def alternate(
         nonlocal held, pending
         while pending > keep:
             row.append((W, s))
-            held, pending = held - flat.pending[s], pending - 1
+            held, pending = held - instance.pending[s], pending - 1
 
     while backwards < m:
         turn = forwards < m and forwards - backwards < max(1, warm)
         if turn:
-            while pending and held + saved > room:
+            while pending and held + saved > headroom:
                 weights(pending - 1)
-            turn = held + saved <= room
+            turn = held + saved <= headroom
         if turn:
             row.append((F, s))
             held, forwards = held + saved, forwards + 1
             continue
         if backwards < window[0] or backwards >= m - window[1]:
-            while pending and held + grow > room:
+            while pending and held + grow > headroom:
                 weights(pending - 1)
-        split = (backwards < window[0] or backwards >= m - window[1]) and held + grow <= room
+        split = (backwards < window[0] or backwards >= m - window[1]) and held + grow <= headroom
         row.append((B if split else BW, s))
         held, pending = held + (grow if split else -saved), pending + split
         backwards += 1
@@ -111,10 +111,10 @@ def alternate(
 class _FusedRun(ListRun):
     """The list scheduler with given backwards fused. ``done[W]`` counts fused ones as well."""
 
-    def __init__(self, flat: Flat, recipe: Recipe, windows: Windows) -> None:
-        super().__init__(flat, recipe)
+    def __init__(self, instance: Instance, recipe: Recipe, windows: Windows) -> None:
+        super().__init__(instance, recipe)
         self.windows = windows
-        self.split, self.whole = flat, replace(flat, backward=flat.fused)
+        self.split, self.whole = instance, replace(instance, backward=instance.fused)
 
     def _fused(self, rank: int) -> bool:
         head, tail = self.windows[rank]
@@ -130,24 +130,24 @@ class _FusedRun(ListRun):
             super().commit(rank, kind, now)
             return
         s = self.stage[rank]
-        self.flat = self.whole
+        self.instance = self.whole
         super().commit(rank, B, now)
-        self.flat = self.split
+        self.instance = self.split
         self.codes[rank][-1] = (BW, s)
         self.held[rank] -= self.split.pending[s]
         self.done[rank][W] += 1
 
 
-def fused_list_schedule(flat: Flat, recipe: Recipe, windows: Windows) -> Codes | None:
+def fused_list_schedule(instance: Instance, recipe: Recipe, windows: Windows) -> Codes | None:
     """Run the list scheduler with the backwards outside the windows fused; ``None`` when it gets stuck."""
-    run = _FusedRun(flat, recipe, windows)
-    fused = sum(max(0, flat.num_microbatches - head - tail) for head, tail in windows)
+    run = _FusedRun(instance, recipe, windows)
+    fused = sum(max(0, instance.num_microbatches - head - tail) for head, tail in windows)
     return run.run(fused)
 
 
-def window_choices(flat: Flat) -> list[Windows]:
+def window_choices(instance: Instance) -> list[Windows]:
     """Split windows to try: the rule of thumb, never, all, all but rank 0, and wider or narrower rules."""
-    p, m = flat.num_ranks, flat.num_microbatches
+    p, m = instance.num_ranks, instance.num_microbatches
     made: list[list[tuple[int, int]]] = [
         [(d, p - d) if d else (0, 0) for d in range(p)],
         [(0, 0)] * p,
@@ -162,12 +162,14 @@ def window_choices(flat: Flat) -> list[Windows]:
     return [tuple((min(m, h), min(m, t)) for h, t in row) for row in made]
 
 
-def patterns(flat: Flat) -> Iterator[Pattern]:
+def patterns(instance: Instance) -> Iterator[FusedPattern]:
     """Whole patterns, in a fixed order."""
-    p, m = flat.num_ranks, flat.num_microbatches
-    paths = Paths.of(flat)
-    trips = [paths.f_to_b(stages[0], stages[0]) for stages in flat.stages_of]
-    need = [-(-trip // max(1, flat.forward[s[0]])) for trip, s in zip(trips, flat.stages_of, strict=True)]
+    p, m = instance.num_ranks, instance.num_microbatches
+    paths = Paths.of(instance)
+    trips = [paths.f_to_b(stages[0], stages[0]) for stages in instance.stages_of]
+    need = [
+        -(-trip // max(1, instance.forward[s[0]])) for trip, s in zip(trips, instance.stages_of, strict=True)
+    ]
     warms = [
         [p - d for d in range(p)],
         [p - d + (p - d) // 2 for d in range(p)],
@@ -175,7 +177,7 @@ def patterns(flat: Flat) -> Iterator[Pattern]:
         need,
     ]
     waits = [list(range(p)), [0] * p, [2 * d for d in range(p)], [m] * p]
-    for windows in window_choices(flat):
+    for windows in window_choices(instance):
         for warm in warms:
             for waiting in waits:
-                yield Pattern(tuple(max(1, min(m, w)) for w in warm), tuple(waiting), windows)
+                yield FusedPattern(tuple(max(1, min(m, w)) for w in warm), tuple(waiting), windows)

@@ -13,20 +13,20 @@ from itertools import permutations
 from math import factorial
 
 from zbcompile.planner.core.dispatch import Dispatcher
-from zbcompile.planner.core.instance import Codes, Flat
+from zbcompile.planner.core.instance import Codes, Instance
 from zbcompile.planner.core.tables import unpack
 from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.starts.offset_keys import waves_of
 
-__all__ = ["ranked_orders"]
+__all__ = ["kind_ranking_orders"]
 
 _MOST = 120
 """Rankings tried: all of them for one or two stages per rank."""
 _SHARES = (50, 100)
 
 
-def ranked_orders(
-    flat: Flat,
+def kind_ranking_orders(
+    instance: Instance,
     annealer: Annealer,
     dispatcher: Dispatcher,
     rng: random.Random,
@@ -36,8 +36,8 @@ def ranked_orders(
 
     stop : asked before every ranking whether to end early.
     """
-    m, waves = flat.num_microbatches, waves_of(flat)
-    if m > 2 * flat.num_ranks:
+    m, waves = instance.num_microbatches, waves_of(instance)
+    if m > 2 * instance.num_ranks:
         return []
     wave_of = {s: w for w, wave in enumerate(waves) for s in wave}
     classes = 2 * len(waves) + 1
@@ -47,16 +47,16 @@ def ranked_orders(
             break
         keys: list[int] = []
         for kind in range(3):
-            for s in range(flat.num_stages):
+            for s in range(instance.num_stages):
                 first = ranks[classes - 1 if kind == 2 else kind * len(waves) + wave_of[s]] * m
                 keys.extend(range(first, first + m))
         for share in _SHARES:
-            line = dispatcher.run_line(keys, [m] * flat.num_stages, share)
+            line = dispatcher.run_line(keys, [m] * instance.num_stages, share)
             score = None if line is None else annealer.score_line(dispatcher.offsets, line)
             if line is None or score is None or (len(pool) == 2 and score >= pool[-1][:2]):
                 continue
             if all(score != entry[:2] for entry in pool):
-                codes = unpack(flat, dispatcher.offsets, line)
+                codes = unpack(instance, dispatcher.offsets, line)
                 pool = sorted([*pool, (*score, codes)], key=lambda entry: entry[:2])[:2]
     return pool
 

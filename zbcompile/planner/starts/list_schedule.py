@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbcompile.planner.core.instance import B, Codes, F, Flat, W
+from zbcompile.planner.core.instance import B, Codes, F, Instance, W
 
 __all__ = ["Recipe", "list_schedule", "mixed_limits", "standard_limits"]
 
@@ -39,24 +39,25 @@ class Recipe:
 class ListRun:
     """The state of one run: clocks, counters and what has become ready."""
 
-    def __init__(self, flat: Flat, recipe: Recipe) -> None:
-        p, m = flat.num_ranks, flat.num_microbatches
-        self.flat, self.recipe, self.count = flat, recipe, m
-        self.stage = [stages[0] for stages in flat.stages_of]
+    def __init__(self, instance: Instance, recipe: Recipe) -> None:
+        p, m = instance.num_ranks, instance.num_microbatches
+        self.instance, self.recipe, self.count = instance, recipe, m
+        self.stage = [stages[0] for stages in instance.stages_of]
         self.free, self.idle = [0] * p, [0] * p
         self.done = [[0, 0, 0] for _ in range(p)]
         self.held = [0] * p
         self.last = [F] * p
         self.ready = [[[0] * m, [0] * m] for _ in range(p)]
         self.missing = [
-            [[len(flat.forward_from[s])] * m, [1 + len(flat.backward_from[s])] * m] for s in self.stage
+            [[len(instance.forward_from[s])] * m, [1 + len(instance.backward_from[s])] * m]
+            for s in self.stage
         ]
         self.after: list[list[list[tuple[int, int]]]] = [[[], []] for _ in range(p)]
         for rank, s in enumerate(self.stage):
-            for source, lag in flat.forward_from[s]:
-                self.after[flat.rank_of[source]][F].append((rank, lag))
-            for target, lag in flat.backward_from[s]:
-                self.after[flat.rank_of[target]][B].append((rank, lag))
+            for source, lag in instance.forward_from[s]:
+                self.after[instance.rank_of[source]][F].append((rank, lag))
+            for target, lag in instance.backward_from[s]:
+                self.after[instance.rank_of[target]][B].append((rank, lag))
         self.codes: Codes = [[] for _ in range(p)]
         self.events = [(0, rank) for rank in range(p)]
 
@@ -69,12 +70,12 @@ class ListRun:
 
     def fits(self, rank: int, kind: int) -> bool:
         """Whether the room takes one more F, or one more B where M_W > M_B."""
-        s, room = self.stage[rank], self.flat.room[rank]
-        grow = self.flat.pending[s] - self.flat.saved[s]
+        s, headroom = self.stage[rank], self.instance.headroom[rank]
+        grow = self.instance.pending[s] - self.instance.saved[s]
         if kind == B:
-            return self.held[rank] + grow <= room
+            return self.held[rank] + grow <= headroom
         reserve = max(0, grow)
-        return self.held[rank] + self.flat.saved[s] + reserve <= room
+        return self.held[rank] + self.instance.saved[s] + reserve <= headroom
 
     def choose(self, rank: int, now: int) -> int | None:
         """The kind to run at ``now``, or ``None`` to wait."""
@@ -95,21 +96,23 @@ class ListRun:
             return W
         gap = min(f_at if open_f and f_fits else _NEVER, b_at) - now
         if gap == _NEVER - now:
-            gap = self.flat.forward[self.stage[rank]]
+            gap = self.instance.forward[self.stage[rank]]
         spent = self.idle[rank] + now - self.free[rank] + gap
-        weight = self.flat.weight[self.stage[rank]]
+        weight = self.instance.weight[self.stage[rank]]
         if 100 * gap >= self.recipe.theta * weight or spent > self.recipe.budget[rank]:
             return W
         return None
 
     def commit(self, rank: int, kind: int, now: int) -> None:
         """Run one action and tell the ranks that wait for it."""
-        flat, s = self.flat, self.stage[rank]
+        instance, s = self.instance, self.stage[rank]
         if self.codes[rank]:
             self.idle[rank] += now - self.free[rank]
-        end = now + (flat.forward[s], flat.backward[s], flat.weight[s])[kind]
+        end = now + (instance.forward[s], instance.backward[s], instance.weight[s])[kind]
         k = self.done[rank][kind]
-        self.held[rank] += (flat.saved[s], flat.pending[s] - flat.saved[s], -flat.pending[s])[kind]
+        self.held[rank] += (instance.saved[s], instance.pending[s] - instance.saved[s], -instance.pending[s])[
+            kind
+        ]
         self.done[rank][kind] += 1
         self.free[rank] = end
         self.codes[rank].append((kind, s))
@@ -131,7 +134,7 @@ class ListRun:
 
     def run(self, fused: int = 0) -> Codes | None:
         """All ranks to the end; ``None`` when the recipe leaves them stuck. ``fused``: W's left out."""
-        left = 3 * self.count * self.flat.num_ranks - fused
+        left = 3 * self.count * self.instance.num_ranks - fused
         while self.events and left:
             now, rank = heapq.heappop(self.events)
             while self.events and self.events[0] == (now, rank):
@@ -145,23 +148,23 @@ class ListRun:
         return None if left else self.codes
 
 
-def list_schedule(flat: Flat, recipe: Recipe) -> Codes | None:
+def list_schedule(instance: Instance, recipe: Recipe) -> Codes | None:
     """Run the list scheduler once. ``None`` when the recipe cannot finish under the rooms."""
-    return ListRun(flat, recipe).run()
+    return ListRun(instance, recipe).run()
 
 
-def standard_limits(flat: Flat, round_trips: Sequence[int]) -> list[tuple[int, ...]]:
+def standard_limits(instance: Instance, round_trips: Sequence[int]) -> list[tuple[int, ...]]:
     """Limits of microbatches in flight to try, best first: just enough F's to fill the round trip."""
     base = [
-        -(-trip // max(1, flat.forward[stages[0]]))
-        for trip, stages in zip(round_trips, flat.stages_of, strict=True)
+        -(-trip // max(1, instance.forward[stages[0]]))
+        for trip, stages in zip(round_trips, instance.stages_of, strict=True)
     ]
-    p = flat.num_ranks
+    p = instance.num_ranks
     return [
         tuple(max(1, b - 1) for b in base),
         tuple(max(1, b) for b in base),
         tuple(b + 1 for b in base),
-        (flat.num_microbatches,) * p,
+        (instance.num_microbatches,) * p,
         tuple(2 * (p - d) - 1 for d in range(p)),
     ]
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from zbcompile.planner.core.instance import Flat
+from zbcompile.planner.core.instance import Instance
 
-__all__ = ["Pattern", "mutate", "waves_of"]
+__all__ = ["OffsetKeys", "mutate", "waves_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Pattern:
+class OffsetKeys:
     """Steps and gaps of one pattern, in slots.
 
     forward, backward : step per wave, in the order in which the wave is run. gaps : before the
@@ -52,11 +52,11 @@ class Pattern:
                 backward[s] = at
         return forward, backward
 
-    def keys(self, flat: Flat) -> tuple[list[int], list[int]]:
+    def keys(self, instance: Instance) -> tuple[list[int], list[int]]:
         """(key per action, in-flight limit per stage) for `Dispatcher.run`."""
-        forward, backward = self.offsets(waves_of(flat))
-        S, m = flat.num_stages, flat.num_microbatches
-        period = self.period or 3 * -(-S // flat.num_ranks)
+        forward, backward = self.offsets(waves_of(instance))
+        S, m = instance.num_stages, instance.num_microbatches
+        period = self.period or 3 * -(-S // instance.num_ranks)
         keys: list[int] = []
         for side, late in ((forward, 0), (backward, 0), (backward, self.weight)):
             for s in range(S):
@@ -66,11 +66,11 @@ class Pattern:
         return keys, flying
 
 
-def waves_of(flat: Flat) -> list[list[int]]:
+def waves_of(instance: Instance) -> list[list[int]]:
     """Stages in runs that visit no rank twice."""
     waves: list[list[int]] = []
     seen: set[int] = set()
-    for s, rank in enumerate(flat.rank_of):
+    for s, rank in enumerate(instance.rank_of):
         if not waves or rank in seen:
             waves.append([])
             seen = set()
@@ -79,24 +79,24 @@ def waves_of(flat: Flat) -> list[list[int]]:
     return waves
 
 
-def standard_patterns(num_waves: int, num_ranks: int) -> list[Pattern]:
+def standard_patterns(num_waves: int, num_ranks: int) -> list[OffsetKeys]:
     """Good starts: full memory (ZB-V), half (V-Half), and a third (V-Min), arXiv 2405.15362, table 1."""
     n = num_waves
     starts = []
     for gap in (2, 3, 4):
-        starts.append(Pattern((3,) * n, (3,) * n, (1,) * (n - 1) + (gap,) + (1,) * (n - 1)))
+        starts.append(OffsetKeys((3,) * n, (3,) * n, (1,) * (n - 1) + (gap,) + (1,) * (n - 1)))
     for ends in ((1, 4, 2), (1, 1, 2), (1, 2, 1)):
         middle = (ends[0],) * (n - 1) + (ends[1],) + (ends[2],) * (n - 1)
         mixed = tuple(2 if w % 2 == 0 else 1 for w in range(n))
-        starts.append(Pattern(mixed, mixed, middle))
-        starts.append(Pattern(mixed[::-1], mixed, middle))
+        starts.append(OffsetKeys(mixed, mixed, middle))
+        starts.append(OffsetKeys(mixed[::-1], mixed, middle))
     for third in (3 if num_ranks % 3 == 0 else 1, 3, 1):
-        starts.append(Pattern((1,) * n, (1,) * n, (1,) * (n - 1) + (third,) + (1,) * (n - 1)))
-    starts.append(Pattern((2,) * n, (2,) * n, (1,) * (2 * n - 1)))
+        starts.append(OffsetKeys((1,) * n, (1,) * n, (1,) * (n - 1) + (third,) + (1,) * (n - 1)))
+    starts.append(OffsetKeys((2,) * n, (2,) * n, (1,) * (2 * n - 1)))
     return starts
 
 
-def mutate(pattern: Pattern, rng: random.Random) -> Pattern:
+def mutate(pattern: OffsetKeys, rng: random.Random) -> OffsetKeys:
     """Change one to three numbers of a pattern by one or two."""
     forward, backward, gaps = list(pattern.forward), list(pattern.backward), list(pattern.gaps)
     weight, extra, share = pattern.weight, pattern.extra, pattern.share
@@ -112,4 +112,4 @@ def mutate(pattern: Pattern, rng: random.Random) -> Pattern:
             extra = max(0, extra + rng.choice((-1, 1, 1, 2)))
         else:
             share = rng.choice((0, 25, 50, 75, 100, 125, 150))
-    return Pattern(tuple(forward), tuple(backward), tuple(gaps), weight, extra, share, pattern.period)
+    return OffsetKeys(tuple(forward), tuple(backward), tuple(gaps), weight, extra, share, pattern.period)

@@ -1,4 +1,4 @@
-"""Orders that repeat one block: every action in its slot of a `Pattern`, W's in the first free slot.
+"""Orders that repeat one block: every action in its slot of a `OffsetKeys`, W's in the first free slot.
 
 The order of arXiv 2405.15362, section 3: place one microbatch's actions by their offsets, repeat
 every T = 3 v slots (v stages on a rank), let each W take the first slot that is free after its B.
@@ -7,21 +7,21 @@ Times are forgotten: what counts is the order, which the clock then squeezes.
 
 from __future__ import annotations
 
-from zbcompile.planner.core.instance import B, Codes, F, Flat, W
-from zbcompile.planner.starts.offset_keys import Pattern, waves_of
+from zbcompile.planner.core.instance import B, Codes, F, Instance, W
+from zbcompile.planner.starts.offset_keys import OffsetKeys, waves_of
 
 __all__ = ["block_order"]
 
 
-def block_order(flat: Flat, pattern: Pattern) -> Codes:
+def block_order(instance: Instance, pattern: OffsetKeys) -> Codes:
     """The order of a pattern on every rank; the caller checks memory."""
-    forward, backward = pattern.offsets(waves_of(flat))
+    forward, backward = pattern.offsets(waves_of(instance))
     rows = []
-    for stages in flat.stages_of:
+    for stages in instance.stages_of:
         period = 3 * len(stages)
         slots: dict[int, list[tuple[int, int, int]]] = {}
         for s in stages:
-            for i in range(flat.num_microbatches):
+            for i in range(instance.num_microbatches):
                 slots.setdefault(forward[s] + period * i, []).append((F, s, i))
                 slots.setdefault(backward[s] + period * i, []).append((B, s, i))
         timed = [(at, n, kind, s) for at, ops in slots.items() for n, (kind, s, _) in enumerate(ops)]

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zbcompile.planner.core.dispatch import Dispatcher
-from zbcompile.planner.core.instance import BW, B, Codes, F, Flat, W
+from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
 from zbcompile.planner.exact.model import right_shifted_starts
 from zbcompile.planner.improve.anneal import Annealer
 
-__all__ = ["short_flat", "stretch"]
+__all__ = ["short_instance", "stretch"]
 
 
-def short_flat(flat: Flat, count: int) -> Flat:
+def short_instance(instance: Instance, count: int) -> Instance:
     """The same problem with fewer microbatches."""
-    return replace(flat, num_microbatches=count)
+    return replace(instance, num_microbatches=count)
 
 
-def stretch(flat: Flat, codes: Codes, count: int, annealer: Annealer) -> list[Codes]:
-    """Orders of ``flat`` from an order with ``count`` microbatches and no BW, best first.
+def stretch(instance: Instance, codes: Codes, count: int, annealer: Annealer) -> list[Codes]:
+    """Orders of ``instance`` from an order with ``count`` microbatches and no BW, best first.
 
     Microbatches c .. c + q - 1 of the middle are repeated: their start times, moved on by the time that
     q microbatches take, are the keys of the new ones. Every q up to the number of ranks that
@@ -26,19 +26,19 @@ def stretch(flat: Flat, codes: Codes, count: int, annealer: Annealer) -> list[Co
     """
     if any(kind == BW for row in codes for kind, _ in row):
         return []
-    short = short_flat(flat, count)
+    short = short_instance(instance, count)
     starts = right_shifted_starts(short, codes)
-    extra = flat.num_microbatches - count
-    dispatcher = Dispatcher(flat)
+    extra = instance.num_microbatches - count
+    dispatcher = Dispatcher(instance)
     found: list[tuple[tuple[int, int], Codes]] = []
-    for q in range(1, min(2 * flat.num_ranks, count // 2) + 1):
+    for q in range(1, min(2 * instance.num_ranks, count // 2) + 1):
         if extra % q:
             continue
         for c in {count // 3, (count - q) // 2, count // 2 - q // 2 - 1}:
             if not 0 < c < count - q:
                 continue
             times = _times(short, starts, c, q, extra)
-            for decoded in (_sorted_by(flat, times), _dispatched(flat, dispatcher, times)):
+            for decoded in (_sorted_by(instance, times), _dispatched(instance, dispatcher, times)):
                 score = None if decoded is None else annealer.score(decoded)
                 if decoded is not None and score is not None:
                     found.append((score, decoded))
@@ -47,7 +47,7 @@ def stretch(flat: Flat, codes: Codes, count: int, annealer: Annealer) -> list[Co
 
 
 def _times(
-    short: Flat, starts: dict[tuple[int, int, int], int], c: int, q: int, extra: int
+    short: Instance, starts: dict[tuple[int, int, int], int], c: int, q: int, extra: int
 ) -> dict[tuple[int, int, int], int]:
     """Start times of the longer order, as if every block took as long as the first one does on average."""
     kinds = [(kind, s) for kind in (F, B, W) for s in range(short.num_stages)]
@@ -66,16 +66,18 @@ def _times(
     return times
 
 
-def _sorted_by(flat: Flat, times: dict[tuple[int, int, int], int]) -> Codes:
+def _sorted_by(instance: Instance, times: dict[tuple[int, int, int], int]) -> Codes:
     rows: Codes = []
-    for stages in flat.stages_of:
-        ops = [(kind, s, i) for kind in (F, B, W) for s in stages for i in range(flat.num_microbatches)]
+    for stages in instance.stages_of:
+        ops = [(kind, s, i) for kind in (F, B, W) for s in stages for i in range(instance.num_microbatches)]
         ops.sort(key=lambda op: (times[op], op[0], op[2], op[1]))
         rows.append([(kind, s) for kind, s, _ in ops])
     return rows
 
 
-def _dispatched(flat: Flat, dispatcher: Dispatcher, times: dict[tuple[int, int, int], int]) -> Codes | None:
-    m = flat.num_microbatches
-    keys = [times[kind, s, i] for kind in (F, B, W) for s in range(flat.num_stages) for i in range(m)]
-    return dispatcher.run(keys, [m] * flat.num_stages)
+def _dispatched(
+    instance: Instance, dispatcher: Dispatcher, times: dict[tuple[int, int, int], int]
+) -> Codes | None:
+    m = instance.num_microbatches
+    keys = [times[kind, s, i] for kind in (F, B, W) for s in range(instance.num_stages) for i in range(m)]
+    return dispatcher.run(keys, [m] * instance.num_stages)

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
-from zbcompile.planner.core.instance import B, Codes, F, Flat, W
+from zbcompile.planner.core.instance import B, Codes, F, Instance, W
 from zbcompile.planner.improve.anneal import Annealer
 
-__all__ = ["Settings", "is_v", "turn_order", "turn_orders"]
+__all__ = ["Settings", "is_v", "v_list_order", "v_list_orders"]
 
 _STEPS = 24
 """Budgets tried, an eighth of a W apart."""
@@ -32,25 +32,25 @@ class Settings:
     before_b: bool
 
 
-def is_v(flat: Flat) -> bool:
+def is_v(instance: Instance) -> bool:
     """Two stages per rank, in a V: rank r holds stages r and 2p - 1 - r."""
-    p = flat.num_ranks
-    return flat.num_stages == 2 * p and flat.rank_of == (*range(p), *reversed(range(p)))
+    p = instance.num_ranks
+    return instance.num_stages == 2 * p and instance.rank_of == (*range(p), *reversed(range(p)))
 
 
 class _Turns:
     """One list schedule in the making."""
 
-    def __init__(self, flat: Flat, settings: Settings) -> None:
-        self.flat, self.settings = flat, settings
-        p, S = flat.num_ranks, flat.num_stages
-        self.p, self.m = p, flat.num_microbatches
+    def __init__(self, instance: Instance, settings: Settings) -> None:
+        self.instance, self.settings = instance, settings
+        p, S = instance.num_ranks, instance.num_stages
+        self.p, self.m = p, instance.num_microbatches
         self.rows: Codes = [[] for _ in range(p)]
         self.free, self.held, self.idle = [0] * p, [0] * p, [0] * p
         self.waiting: list[deque[int]] = [deque() for _ in range(p)]
         self.ends: list[list[list[int]]] = [[[] for _ in range(S)] for _ in (F, B)]
-        self.length = (flat.forward, flat.backward, flat.weight)
-        self.sources = (flat.forward_from, flat.backward_from)
+        self.length = (instance.forward, instance.backward, instance.weight)
+        self.sources = (instance.forward_from, instance.backward_from)
 
     def count(self, kind: int, s: int) -> int:
         """How many F's or B's of a stage have been placed."""
@@ -77,11 +77,11 @@ class _Turns:
         arrival = self.arrival(kind, s)
         if arrival is None:
             return False
-        r = self.flat.rank_of[s]
-        more = self.flat.saved[s] if kind == F else self.flat.pending[s] - self.flat.saved[s]
-        while self.held[r] + more > self.flat.room[r] and self.waiting[r]:
+        r = self.instance.rank_of[s]
+        more = self.instance.saved[s] if kind == F else self.instance.pending[s] - self.instance.saved[s]
+        while self.held[r] + more > self.instance.headroom[r] and self.waiting[r]:
             self.run_weight(r)
-        if self.held[r] + more > self.flat.room[r]:
+        if self.held[r] + more > self.instance.headroom[r]:
             return False
         if self.rows[r]:
             self._fill(r, arrival, self.settings.before_f if kind == F else self.settings.before_b)
@@ -97,7 +97,7 @@ class _Turns:
     def _fill(self, r: int, arrival: int, watched: bool) -> None:
         """W's that end before the message is there, and one more where idling would exceed the budget."""
         waiting = self.waiting[r]
-        while waiting and self.free[r] + self.flat.weight[waiting[0]] <= arrival:
+        while waiting and self.free[r] + self.instance.weight[waiting[0]] <= arrival:
             self.run_weight(r)
         late = self.idle[r] + arrival - self.free[r] > max(self.settings.idle_ns, max(self.idle))
         if waiting and watched and arrival > self.free[r] and late:
@@ -106,8 +106,8 @@ class _Turns:
     def run_weight(self, r: int) -> None:
         """Place the W that has waited longest on a rank."""
         s = self.waiting[r].popleft()
-        self.free[r] += self.flat.weight[s]
-        self.held[r] -= self.flat.pending[s]
+        self.free[r] += self.instance.weight[s]
+        self.held[r] -= self.instance.pending[s]
         self.rows[r].append((W, s))
 
     def warm_up(self) -> None:
@@ -116,15 +116,15 @@ class _Turns:
         While a rank waits for microbatch 1 on its way up, further microbatches come down to it, as many
         as time and room allow.
         """
-        flat, p, m = self.flat, self.p, self.m
+        instance, p, m = self.instance, self.p, self.m
         for r in range(p):
             self.run(F, r)
         for r in reversed(range(p)):
             up = 2 * p - 1 - r
-            most = max(flat.saved[r], flat.saved[up]) * 2 * (r + 1)
-            while self.held[r] + most <= flat.room[r] and self.count(F, 0) < m:
+            most = max(instance.saved[r], instance.saved[up]) * 2 * (r + 1)
+            while self.held[r] + most <= instance.headroom[r] and self.count(F, 0) < m:
                 back = self.arrival(F, up)
-                if back is None or self.free[r] + flat.forward[r] > back:
+                if back is None or self.free[r] + instance.forward[r] > back:
                     break
                 if not all(self.run(F, above) for above in range(r + 1)):
                     break
@@ -144,14 +144,14 @@ class _Turns:
 
     def _lags(self, r: int) -> bool:
         """Whether the rank above has run more F's, or as many of its upper stage with some left."""
-        S, m = self.flat.num_stages, self.m
+        S, m = self.instance.num_stages, self.m
         down, up = self.count(F, r), self.count(F, S - 1 - r)
         above_down, above_up = self.count(F, r - 1), self.count(F, S - r)
         return down + up < above_down + above_up or up <= above_up < m
 
     def turn(self) -> None:
         """A B and an F on every rank, as far as messages and room are there."""
-        p, S = self.p, self.flat.num_stages
+        p, S = self.p, self.instance.num_stages
         upper = [r for r in range(p) if self.count(B, S - 1 - r) <= self.count(B, r) or not self._back(r)]
         lower = [r for r in range(p) if r not in upper]
         for r in upper:
@@ -171,9 +171,9 @@ class _Turns:
         return done or r == self.p - 1 or self.arrival(B, r) is not None
 
 
-def turn_order(flat: Flat, settings: Settings) -> Codes | None:
+def v_list_order(instance: Instance, settings: Settings) -> Codes | None:
     """One order; ``None`` where memory locks it up."""
-    state = _Turns(flat, settings)
+    state = _Turns(instance, settings)
     state.warm_up()
     placed = -1
     while placed < (now := sum(map(len, state.rows))):
@@ -182,12 +182,12 @@ def turn_order(flat: Flat, settings: Settings) -> Codes | None:
     for r in range(state.p):
         while state.waiting[r]:
             state.run_weight(r)
-    whole = sum(map(len, state.rows)) == 3 * flat.num_stages * flat.num_microbatches
+    whole = sum(map(len, state.rows)) == 3 * instance.num_stages * instance.num_microbatches
     return state.rows if whole else None
 
 
-def turn_orders(
-    flat: Flat,
+def v_list_orders(
+    instance: Instance,
     annealer: Annealer,
     most: int | None = None,
     stop: Callable[[], bool] = lambda: False,
@@ -198,12 +198,12 @@ def turn_orders(
     placements than the V, and where that first order takes longer than ``most``.
     stop : asked before every order whether to end early.
     """
-    if not is_v(flat):
+    if not is_v(instance):
         return []
     pool: list[tuple[int, int, Codes]] = []
 
     def take(settings: Settings) -> None:
-        codes = turn_order(flat, settings)
+        codes = v_list_order(instance, settings)
         score = None if codes is None else annealer.score(codes)
         if codes is not None and score is not None and all(score != entry[:2] for entry in pool):
             pool.append((*score, codes))
@@ -214,8 +214,8 @@ def turn_orders(
     if pool and most is not None and pool[0][0] > most:
         return []
     if pool:
-        idle = pool[0][0] - min(flat.work(r) for r in range(flat.num_ranks))
-        step = max(1, max(flat.weight) // 8)
+        idle = pool[0][0] - min(instance.work(r) for r in range(instance.num_ranks))
+        step = max(1, max(instance.weight) // 8)
         budgets = [0, *(idle - k * step for k in range(_STEPS) if k * step < idle)]
         for budget, (before_f, before_b) in product(budgets, ((False, True), (True, False), (True, True))):
             if not stop():

@@ -14,9 +14,9 @@ from typing import Protocol
 from torch import Tensor
 
 from zbcompile.errors import PipelineError
-from zbcompile.runtime.wire_format import Layout
+from zbcompile.runtime.wire_format import WireFormat
 
-__all__ = ["Key", "LocalTransport", "Ticket", "Transport", "describe"]
+__all__ = ["Key", "LocalChannels", "Ticket", "Channels", "describe"]
 
 Key = tuple[object, ...]
 """What a message is: (backward, source stage, target stage, microbatch), or ("tied", name, stage)."""
@@ -38,13 +38,13 @@ class Ticket(Protocol):
         """The arrived tensors, handed out once. Only for receives."""
 
 
-class Transport(Protocol):
+class Channels(Protocol):
     """One rank's end of all its channels."""
 
-    def post_send(self, peer: int, key: Key, layouts: Sequence[Layout], tensors: list[Tensor]) -> Ticket:
+    def post_send(self, peer: int, key: Key, layouts: Sequence[WireFormat], tensors: list[Tensor]) -> Ticket:
         """Hand a message to the transport, which keeps its tensors until it has arrived."""
 
-    def post_recv(self, peer: int, key: Key, layouts: Sequence[Layout]) -> Ticket:
+    def post_recv(self, peer: int, key: Key, layouts: Sequence[WireFormat]) -> Ticket:
         """Make room for the channel's next message."""
 
     def flush(self) -> None:
@@ -86,7 +86,7 @@ class _LocalTicket:
         self.done = send.done = True
 
 
-class LocalTransport:
+class LocalChannels:
     """All ranks in one process: a message is handed over, not copied, when its receive is posted.
 
     ``LocalTransport.connect(p)`` makes the ends of p ranks. As on a network without buffers, a send is done
@@ -98,19 +98,19 @@ class LocalTransport:
         self._channels = channels
 
     @staticmethod
-    def connect(num_ranks: int) -> list[LocalTransport]:
+    def connect(num_ranks: int) -> list[LocalChannels]:
         """One end per rank, joined."""
         channels: dict[tuple[int, int], _LocalChannel] = {}
-        return [LocalTransport(rank, channels) for rank in range(num_ranks)]
+        return [LocalChannels(rank, channels) for rank in range(num_ranks)]
 
-    def post_send(self, peer: int, key: Key, layouts: Sequence[Layout], tensors: list[Tensor]) -> Ticket:
+    def post_send(self, peer: int, key: Key, layouts: Sequence[WireFormat], tensors: list[Tensor]) -> Ticket:
         """Hand over; what the receiver gets has the strides that were compiled for."""
         moved = [layout.unpack(layout.pack(t)) for layout, t in zip(layouts, tensors, strict=True)]
         ticket = _LocalTicket(key, peer, moved)
         self._channel(self.rank, peer).add(self._channel(self.rank, peer).sends, ticket)
         return ticket
 
-    def post_recv(self, peer: int, key: Key, layouts: Sequence[Layout]) -> Ticket:
+    def post_recv(self, peer: int, key: Key, layouts: Sequence[WireFormat]) -> Ticket:
         """Post a receive; it is ready at once when its send is already there."""
         ticket = _LocalTicket(key, peer, None)
         self._channel(peer, self.rank).add(self._channel(peer, self.rank).receives, ticket)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from zbcompile.runtime.channels.channel import Key, Ticket, describe
 from zbcompile.runtime.group import PipelineGroup
-from zbcompile.runtime.wire_format import Layout
+from zbcompile.runtime.wire_format import WireFormat
 
-__all__ = ["BrokenChannelError", "GlooTransport"]
+__all__ = ["BrokenChannelError", "GlooChannels"]
 
 _SMALL, _LARGE = 0, 1
 _LARGE_BYTES = 256 << 10
@@ -44,7 +44,7 @@ class _GlooTicket:
         peer: int,
         works: list[Any],
         buffers: list[Tensor],
-        layouts: Sequence[Layout],
+        layouts: Sequence[WireFormat],
         open_tickets: dict[int, _GlooTicket],
     ) -> None:
         self.key, self.peer, self._works = key, peer, works
@@ -73,7 +73,7 @@ class _GlooTicket:
         self._works = []
 
 
-def _is_large(layout: Layout) -> bool:
+def _is_large(layout: WireFormat) -> bool:
     return layout.num_bytes >= _LARGE_BYTES
 
 
@@ -88,7 +88,7 @@ class _SentByThread:
         self._posted.result().wait()
 
 
-class GlooTransport:
+class GlooChannels:
     """One rank's end. ``abandon`` closes its connections: peers that wait for this rank fail at once."""
 
     def __init__(self, group: PipelineGroup) -> None:
@@ -96,7 +96,7 @@ class GlooTransport:
         self._open: dict[int, _GlooTicket] = {}
         self._sender = ThreadPoolExecutor(1, "zbcompile sender")
 
-    def post_send(self, peer: int, key: Key, layouts: Sequence[Layout], tensors: list[Tensor]) -> Ticket:
+    def post_send(self, peer: int, key: Key, layouts: Sequence[WireFormat], tensors: list[Tensor]) -> Ticket:
         """One transfer per tensor that has elements; the ticket keeps their memory."""
         packed = [layout.pack(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
         send = self._process_group.send
@@ -108,7 +108,7 @@ class GlooTransport:
                 works.append(send([message], peer, _SMALL))
         return _GlooTicket(key, peer, works, packed, layouts, self._open)
 
-    def post_recv(self, peer: int, key: Key, layouts: Sequence[Layout]) -> Ticket:
+    def post_recv(self, peer: int, key: Key, layouts: Sequence[WireFormat]) -> Ticket:
         """Buffers of the sizes that were compiled for."""
         buffers = [layout.buffer() for layout in layouts]
         receive = self._process_group.recv

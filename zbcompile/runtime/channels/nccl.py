@@ -19,13 +19,13 @@ from torch import Tensor
 
 from zbcompile.runtime.channels.channel import Key, Ticket
 from zbcompile.runtime.group import PipelineGroup
-from zbcompile.runtime.verbs import Setup
-from zbcompile.runtime.wire_format import Layout
+from zbcompile.runtime.verbs import PipelineSpec
+from zbcompile.runtime.wire_format import WireFormat
 
-__all__ = ["NcclTransport", "directed_pairs"]
+__all__ = ["NcclChannels", "directed_pairs"]
 
 
-def directed_pairs(setup: Setup) -> list[tuple[int, int]]:
+def directed_pairs(setup: PipelineSpec) -> list[tuple[int, int]]:
     """Every (source rank, target rank) that exchanges messages, tied parameters included, in a fixed
     order."""
     rank_of = setup.placement.rank_of
@@ -62,7 +62,7 @@ class _NcclTicket:
     __slots__ = ("_channel", "_flats", "_layouts", "_works", "key", "peer", "since")
 
     def __init__(
-        self, key: Key, peer: int, channel: _Channel, flats: list[Tensor], layouts: Sequence[Layout]
+        self, key: Key, peer: int, channel: _Channel, flats: list[Tensor], layouts: Sequence[WireFormat]
     ) -> None:
         self.key, self.peer, self._channel = key, peer, channel
         self._layouts, self._flats = layouts, flats
@@ -86,10 +86,10 @@ class _NcclTicket:
         return [layout.unpack(flat) for layout, flat in zip(self._layouts, flats, strict=True)]
 
 
-class NcclTransport:
+class NcclChannels:
     """One rank's end. Communicators are made and warmed up here, in the same order on all ranks."""
 
-    def __init__(self, group: PipelineGroup, setup: Setup, device: torch.device) -> None:
+    def __init__(self, group: PipelineGroup, setup: PipelineSpec, device: torch.device) -> None:
         self._device, self._rank = device, group.rank
         self._channels: dict[tuple[int, int], _Channel] = {}
         self._open: list[_NcclTicket] = []
@@ -105,7 +105,7 @@ class NcclTransport:
                 self._channels[source, target] = channel
         torch.cuda.synchronize(device)
 
-    def _share_one(self, group: PipelineGroup, setup: Setup, device: torch.device) -> None:
+    def _share_one(self, group: PipelineGroup, setup: PipelineSpec, device: torch.device) -> None:
         """The fallback: all channels are one communicator and one stream."""
         everyone = group.new_group("nccl")
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -116,12 +116,12 @@ class NcclTransport:
                 channel.stream = stream
                 self._channels[source, target] = channel
 
-    def post_send(self, peer: int, key: Key, layouts: Sequence[Layout], tensors: list[Tensor]) -> Ticket:
+    def post_send(self, peer: int, key: Key, layouts: Sequence[WireFormat], tensors: list[Tensor]) -> Ticket:
         """Queue a send; the tensors' memory is not reused before it is done."""
         flats = [layout.pack(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
         return self._post(key, peer, self._channels[self._rank, peer], flats, layouts)
 
-    def post_recv(self, peer: int, key: Key, layouts: Sequence[Layout]) -> Ticket:
+    def post_recv(self, peer: int, key: Key, layouts: Sequence[WireFormat]) -> Ticket:
         """Queue a receive into fresh memory."""
         flats = [layout.buffer() for layout in layouts]
         return self._post(key, peer, self._channels[peer, self._rank], flats, layouts)
@@ -140,7 +140,7 @@ class NcclTransport:
             channel.group.abort()
 
     def _post(
-        self, key: Key, peer: int, channel: _Channel, flats: list[Tensor], layouts: Sequence[Layout]
+        self, key: Key, peer: int, channel: _Channel, flats: list[Tensor], layouts: Sequence[WireFormat]
     ) -> Ticket:
         ticket = _NcclTicket(key, peer, channel, flats, layouts)
         self._open.append(ticket)
