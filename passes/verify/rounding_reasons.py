@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from zbcompile.compiler.stages import StagedModel
 from zbcompile.passes.capture.constant_masks import is_mask_of_transformers
+from zbcompile.passes.split.staged_model import StagedModel
 
 __all__ = ["ATOMIC", "GAPS", "INDUCTOR", "MASK", "SHARED", "TIED", "reasons_of", "tolerance_of"]
 

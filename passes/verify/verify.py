@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbcompile.compiler.stages import StagedModel
 from zbcompile.errors import SplitError, UsageError
 from zbcompile.passes import torch_private
 from zbcompile.passes.capture.nested_values import flatten, unflatten
 from zbcompile.passes.capture.trace_guards import attributes_kept
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.split.sequence import run_backward, run_forward
+from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.passes.verify.rounding_reasons import reasons_of, tolerance_of
 
 __all__ = ["Deviation", "VerifyReport", "cheap_to_verify", "verify"]

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.compiler.graph_text import dump_graphs, graph_text
-from zbcompile.compiler.stages import StagedModel, build_stages
+from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import UsageError
+from zbcompile.passes.split.staged_model import StagedModel
 
 
 class Layer(nn.Module):

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbcompile.compiler.stages import StagedModel
 from zbcompile.passes.capture.nested_values import flatten
+from zbcompile.passes.split.staged_model import StagedModel
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from tests.support.strategies import greedy_order
 from zbcompile.compiler.driver import Options, lower, rated
-from zbcompile.compiler.stages import StagedModel, build_stages
+from zbcompile.compiler.stages import build_stages
 from zbcompile.passes.profile.measure import edges_of
+from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.runtime.gradients import hand_over
 from zbcompile.runtime.local_runner import LocalRunner
 from zbcompile.runtime.verbs import PipelineSpec, Step, parameters_of

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from zbcompile.compiler import driver
 from zbcompile.compiler.call import Call
 from zbcompile.compiler.driver import Observer, Options, Plan
-from zbcompile.compiler.stages import StagedModel
 from zbcompile.errors import CheckError, PipelineError, UsageError, ZBCompileError
 from zbcompile.formats import schedule_json
 from zbcompile.formats.measured_json import Measured
 from zbcompile.passes.capture.nested_values import flatten, unflatten
 from zbcompile.passes.capture.with_loss import with_loss
+from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.gradients import hand_over, tied_holders
 from zbcompile.runtime.group import PipelineGroup

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from zbcompile.compiler.stages import StagedModel, build_stages
+from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import UsageError
 from zbcompile.formats import profile_json, schedule_json
 from zbcompile.formats.detect import load_schedule
@@ -31,6 +31,7 @@ from zbcompile.passes.lower.merge_backward import merge_backward
 from zbcompile.passes.profile.counted import counted_profile
 from zbcompile.passes.profile.measure import edges_of, measure
 from zbcompile.passes.split.forward_only import ForwardStage, forward_stages
+from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.passes.verify.verify import cheap_to_verify
 from zbcompile.passes.verify.verify import verify as check_stages
 from zbcompile.planner.bounds.analytic import best_bound

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from zbcompile.compiler.stages import StagedModel
 from zbcompile.formats.files import write_text
 from zbcompile.passes.split.stage_graphs import Graphs, Port, StageGraphs
+from zbcompile.passes.split.staged_model import StagedModel
 
 __all__ = ["dump_graphs", "graph_text", "stage_text"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,68 +12,13 @@ from torch import Tensor, nn
 from zbcompile.errors import UsageError
 from zbcompile.passes.capture.capture import Captured, capture
 from zbcompile.passes.capture.constant_masks import fold_constant_masks
-from zbcompile.passes.capture.nested_values import Spec, flatten, unflatten
 from zbcompile.passes.partition.partition import Policy, StageSource, partition
 from zbcompile.passes.split.backends import check_backend, with_backend
 from zbcompile.passes.split.split_backward import Recompute, split_backward
 from zbcompile.passes.split.stage_graphs import StageGraphs
+from zbcompile.passes.split.staged_model import CutReport, StagedModel
 
-__all__ = ["CutReport", "StagedModel", "build_stages"]
-
-
-@dataclass(frozen=True, slots=True)
-class CutReport:
-    """One line per stage: what it holds and what crosses its borders."""
-
-    index: int
-    modules: tuple[str, ...]
-    num_parameters: int
-    parameter_bytes: int
-    forward_seconds: float
-    received_bytes: int
-    sent_bytes: int
-    saved_bytes: int
-    saved_for_weight_bytes: int
-
-    def __str__(self) -> str:
-        first, last = (self.modules[0], self.modules[-1]) if self.modules else ("-", "-")
-        return (
-            f"stage {self.index}: {first} .. {last} | {self.num_parameters} parameters, "
-            f"{self.parameter_bytes} B | counted F {self.forward_seconds * 1e3:.3f} ms | "
-            f"in {self.received_bytes} B, out {self.sent_bytes} B | "
-            f"held F to B {self.saved_bytes} B, B to W {self.saved_for_weight_bytes} B"
-        )
-
-
-@dataclass(frozen=True)
-class StagedModel:
-    """Everything the runtime needs to run the model as stages.
-
-    stages : the compiled stages, in order. captured, sources : what they were made from.
-    input_spec : how the flat microbatch inputs sit in (args, kwargs, target).
-    result_ports : for every tensor leaf of the result (stage, output position).
-    loss : position of the loss among those leaves, or None. reports : one per stage.
-    """
-
-    stages: tuple[StageGraphs, ...]
-    captured: Captured
-    sources: tuple[StageSource, ...]
-    input_spec: Spec
-    result_spec: Spec
-    result_ports: tuple[tuple[int, int], ...]
-    loss: int | None
-    reports: tuple[CutReport, ...]
-    backend: str = "eager"
-
-    def flat_inputs(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, target: Any = None
-    ) -> list[Tensor]:
-        """The flat batch inputs of a call like the captured one; a ``("batch", i)`` port reads entry i."""
-        return flatten((tuple(args), dict(kwargs or {}), target))[0]
-
-    def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """The model's own result type from its tensor leaves; with a loss function {"loss", "output"}."""
-        return unflatten(self.result_spec, leaves)
+__all__ = ["build_stages"]
 
 
 def build_stages(

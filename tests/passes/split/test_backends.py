@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zbcompile.compiler.stages import StagedModel, build_stages
+from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import UsageError
 from zbcompile.passes import torch_private
 from zbcompile.passes.split import backends
 from zbcompile.passes.split.sequence import run_backward, run_forward
+from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.passes.verify.rounding_reasons import INDUCTOR, INDUCTOR_TOLERANCE
 from zbcompile.passes.verify.verify import verify
 

@@ -13,8 +13,9 @@ from torch.fx import Graph, Node
 
 from tests.support.frontend_helpers import state_of
 from tests.support.model_zoo import PLAIN, TRANSFORMERS, Case
-from zbcompile.compiler.stages import StagedModel, build_stages
+from zbcompile.compiler.stages import build_stages
 from zbcompile.passes.split.save_set import Phase, cut, leaves
+from zbcompile.passes.split.staged_model import StagedModel
 
 MEASURED = [
     "gpt2", "llama", "phi3", "bert with labels", "t5", "resnet", "deepseek_v3", "LSTM", "U-Net", "LoRA",

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zbcompile.compiler.stages import StagedModel, build_stages
+from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import SplitError, UsageError
+from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.passes.verify.rounding_reasons import GAPS, SHARED, reasons_of
 from zbcompile.passes.verify.verify import verify
 

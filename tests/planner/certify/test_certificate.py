@@ -102,7 +102,9 @@ Change = Callable[[dict[str, Any]], None]
 )
 def test_a_broken_witness_is_refused_in_words(change: Change, words: str) -> None:
     problem = Problem.of(Profile.uniform(StageCost.simple(10, 10, 10), 3, 1), None, 8, 6)
-    (bound,) = [b for b in analytic_bounds(problem) if b.method == "memory_windows" and b.witness["rank"] == 0]
+    (bound,) = [
+        b for b in analytic_bounds(problem) if b.method == "memory_windows" and b.witness["rank"] == 0
+    ]
     witness = as_plain(bound.witness)
     assert verify(certified(problem, bound)) == []
     change(witness)
