@@ -28,10 +28,12 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.runtime_modules import Gpt, SleepingModule
-from zbcompile.compiler.driver import Options, Plan, lower, rated, rehearse
-from zbcompile.compiler.driver import plan as make_plan
+from zbcompile.compiler.lower import LoweredPlan, lower
+from zbcompile.compiler.rehearsal import rehearse
 from zbcompile.errors import ZBCompileError
 from zbcompile.formats import torch_csv
+from zbcompile.planner.imported import rated
+from zbcompile.planner.plan import plan
 from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.launch import spawn, spawn_outcomes
@@ -66,10 +68,9 @@ def planned_against_measured(quick: bool) -> None:
     )
     for ranks in (4,) if quick else (4, 8):
         for size in (4 << 10, 2 << 20):
-            solution = make_plan(
-                profile(20, 20, 20, ranks, size), Options(ranks, ranks, 2 * ranks, time_limit_s=3.0)
-            ).solution
-            found = rehearse(solution, steps=ROUNDS)
+            problem = Problem.of(profile(20, 20, 20, ranks, size), None, 2 * ranks)
+            planned = lower(plan(problem, time_limit_s=3.0), merge=True)
+            found = rehearse(planned.solution, steps=ROUNDS)
             assert found is not None
             print(
                 f"{ranks:>2} {size >> 10:>6} KB {found.planned_ns / MS:>10.1f} "
@@ -152,9 +153,10 @@ def _one_f_one_b(ranks: int, count: int) -> Schedule:
     return Schedule.of(Placement.linear(ranks), count, order)
 
 
-def our_plan(costs: Profile, ranks: int, count: int, cap: int, placement: str, seconds: float) -> Plan:
-    options = Options(costs.num_stages, ranks, count, cap, placement, "makespan", time_limit_s=seconds)
-    return make_plan(costs, options)
+def our_plan(costs: Profile, ranks: int, count: int, cap: int, placement: str, seconds: float) -> LoweredPlan:
+    where = Placement.named(placement, ranks, costs.num_stages // ranks)
+    problem = Problem.of(costs, where, count, cap, "makespan")
+    return lower(plan(problem, time_limit_s=seconds), merge=True)
 
 
 def beside_torch(quick: bool) -> None:
@@ -183,14 +185,14 @@ def beside_torch(quick: bool) -> None:
         for title, cap in (("memory of 1F1B", peaks["1F1B"]), ("memory of ZBV", peaks["ZBVZeroBubble"])):
             for costs, placement in ((one, "linear"), (two, "v"), (two, "looped")):
                 try:
-                    plan = our_plan(costs, ranks, count, cap, placement, 5.0 if quick else 15.0)
+                    ours = our_plan(costs, ranks, count, cap, placement, 5.0 if quick else 15.0)
                 except ZBCompileError as error:
                     print(f"ours, {placement}, {title}: {error.what}")
                     continue
-                peak = max(memory_peaks(plan.schedule, plan.problem))
-                args = (plan.schedule, costs, plan.texts)
+                peak = max(memory_peaks(ours.schedule, ours.problem))
+                args = (ours.schedule, costs, ours.programs())
                 best = min(spawn(our_steps, ranks, args, timeout_s=300)[0])[0]
-                value = simulate(plan.schedule, plan.problem).makespan_ns / MS
+                value = simulate(ours.schedule, ours.problem).makespan_ns / MS
                 _line(f"ours {placement}, {title}", costs.num_stages, peak, value, best)
 
 
@@ -207,11 +209,11 @@ def host_time(quick: bool) -> None:
     costs = profile(4, 4, 4, ranks, 4 << 10)
     problem = Problem.of(costs, schedule.placement, count, objective="makespan")
     free = simulate(schedule, problem.with_(profile=profile_without_link(costs))).makespan_ns
-    plan = lower(rated(schedule, costs, Options(ranks, ranks, count, objective="makespan")))
+    lowered = lower(rated(schedule, problem), merge=False)
     actions = max(len(row) for row in schedule.order)
     args = (text, "compute_only", schedule.placement.rank_of, costs, count)
     theirs = spawn(torch_steps, ranks, args, timeout_s=300)[0]
-    ours = spawn(our_steps, ranks, (plan.schedule, costs, plan.texts), timeout_s=300)[0]
+    ours = spawn(our_steps, ranks, (lowered.schedule, costs, lowered.programs()), timeout_s=300)[0]
     for name, steps in (("torch", theirs), ("ours", ours)):
         seconds, used = (min(step[k] for step in steps) for k in range(2))
         excess = (seconds * 1e9 - free) / actions / 1000

@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from zbcompile import pipeline as api
+        from zbcompile import pipeline
 
-        return getattr(api, name)
+        return getattr(pipeline, name)
     raise AttributeError(f"module 'zbcompile' has no attribute {name!r}")

@@ -1,22 +1,35 @@
-"""`compile`: an unmodified model -> a `Pipeline`, a sequence of runnable stages."""
+"""The public API: `compile` turns an unmodified model into a `Pipeline`, a sequence of runnable stages."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from torch import Tensor, nn
 
-from zbcompile.compiler.compiled import Asked, CompiledPipeline, build
-from zbcompile.compiler.driver import Observer, dump_to, quiet, read_profile, read_schedule
+from zbcompile.compiler.build import build
+from zbcompile.compiler.call import Batch
+from zbcompile.compiler.compiled import CompiledPipeline, StepResult
+from zbcompile.compiler.observe import Observer, observer_from_environment
 from zbcompile.errors import UsageError
+from zbcompile.formats import profile_json
+from zbcompile.formats.detect import load_schedule
+from zbcompile.formats.files import read_text
 from zbcompile.formats.measured_json import Measured
+from zbcompile.options import CompileOptions, MemoryLimit, PlacementName
+from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.runtime.stage_modules import Stage
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
 from zbcompile.schedule.ir import Placement, Schedule
 from zbcompile.schedule.solution import Certificate, Solution
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from zbcompile.passes.partition.partition import Policy
+    from zbcompile.passes.split.split_backward import Recompute
 
 __all__ = ["Pipeline", "Stage", "compile"]
 
@@ -37,10 +50,10 @@ def compile(
     profile: Profile | Device | str | os.PathLike[str] | None = None,
     schedule: Schedule | Solution | str | os.PathLike[str] | None = None,
     num_ranks: int | None = None,
-    group: Any = None,
+    group: ProcessGroup | None = None,
     seed: int = 0,
-    recompute: Any = "none",
-    split_points: Any = None,
+    recompute: Recompute = "none",
+    split_points: Sequence[str] | Policy | None = None,
     backend: str = "eager",
     verify: bool | None = None,
     time_limit: float = 10.0,
@@ -54,66 +67,93 @@ def compile(
 
     Parameters
     ----------
-    model : any ``nn.Module``; it is not changed, and its own parameters are trained.
-    num_stages : number of pieces. A rank may run several.
-    example_args, example_kwargs, example_target : the whole batch as `Pipeline.step` gets it. Without them
-        the model is captured at the first step.
-    loss_fn : ``loss_fn(output, target) -> scalar``; not needed where the model returns its own loss. The
-        parameters of a loss that is a module are trained too, in the last stages, as ``loss_fn.<name>``.
-    num_microbatches : default: the largest divisor of the batch up to twice the number of ranks.
-    memory_limit : bytes per rank, one for all or one each: parameters, gradients, optimizer state (two
-        tensors per parameter) and activations.
-    placement : ``auto``, ``linear``, ``looped``, ``v``, a `Placement`, or the rank of each stage.
-    objective : ``span`` (steps follow each other without a meeting) or ``makespan`` (all ranks meet).
-    transport : ``async``, ``rendezvous`` or ``batched``; see docs/runtime.md.
-    profile : costs to plan with: a `Profile` or a file, or a `Device` (``device_named("H100")``) to count
-        them for; default: the stages are measured here. A model on the meta device cannot be measured.
-    schedule : an order to run instead of a search: a `Schedule`, a `Solution`, a schedule file, or torch's
+    model
+        Any ``nn.Module``. It is not changed; its own parameters are trained.
+    num_stages
+        Number of pieces. A rank may run several.
+    example_args, example_kwargs, example_target
+        The whole batch as `Pipeline.step` gets it. Without them the model is captured at the first step.
+    loss_fn
+        ``loss_fn(output, target) -> scalar``; not needed where the model returns its own loss. The parameters
+        of a loss that is a module are trained too, in the last stages, as ``loss_fn.<name>``.
+    num_microbatches
+        Default: the largest divisor of the batch up to twice the number of ranks.
+    memory_limit
+        Bytes per rank, one for all or one each: parameters, gradients, optimizer state (two tensors per
+        parameter) and activations.
+    placement
+        ``auto``, ``linear``, ``looped``, ``v``, a `Placement`, or the rank of each stage.
+    objective
+        ``span`` (steps follow each other without a meeting) or ``makespan`` (all ranks meet).
+    transport
+        Send mode that is planned for: ``async``, ``rendezvous`` or ``batched``; see docs/runtime.md.
+    profile
+        Costs to plan with: a `Profile` or a file, or a `Device` (``device_named("H100")``) to count them for.
+        Default: the stages are measured here. A model on the meta device cannot be measured.
+    schedule
+        An order to run as it is instead of a search: a `Schedule`, a `Solution`, a schedule file, or torch's
         CSV.
-    num_ranks, group : default: the default process group and its size where one is initialised or torchrun
-        started the process; else as many as stages, all run in this process.
-    seed : of the random streams (dropout) and of the search.
-    recompute, split_points, backend, verify : of the front end; see docs/split.md.
-    time_limit : seconds for the search.
-    one_communicator : keep one global order of messages, where a library refuses several communicators.
-    scale_grads : divide gradients by the number of microbatches, for a loss that is a mean.
-    whole : tensors that every microbatch gets whole: positions of args, names of kwargs.
-    stall_limit : seconds after which a rank that waits is reported and the step ended on all ranks.
-    observer : called after every pass with its name and what it made. ``ZBCOMPILE_DUMP=dir`` writes them to
-        files.
+    num_ranks, group
+        Default: the default process group and its size where one is initialised or torchrun started the
+        process; else as many ranks as stages, all run in this process.
+    seed
+        Of the random streams (dropout) and of the search.
+    recompute, split_points, backend, verify
+        Of the stages; see docs/split.md.
+    time_limit
+        Seconds for the search.
+    one_communicator
+        Keep one global order of messages, where a library refuses several communicators.
+    scale_grads
+        Divide gradients by the number of microbatches, for a loss that is a mean.
+    whole
+        Tensors that every microbatch gets whole: positions of args, names of kwargs.
+    stall_limit
+        Seconds after which a rank that waits is reported and the step ended on all ranks.
+    observer
+        Called after every step of the compiler, before the next begins, with the step's name and what it
+        made. ``ZBCOMPILE_DUMP=directory`` writes these to files.
+
+    Returns
+    -------
+    Pipeline
+        Captured, planned and loaded if an example was given.
 
     Raises
     ------
-    CaptureError, CutError, SplitError, InfeasibleError, NoOrderError, CheckError, UsageError.
+    CaptureError, CutError, SplitError
+        The model cannot be captured, cut, or split into B and W.
+    InfeasibleError, NoOrderError, CheckError
+        No order fits under the limit, none was found in time, or the one that was given is wrong.
+    UsageError
+        An argument cannot be meant.
     """
-    if not _is_count(num_stages):
-        raise UsageError("num_stages must be a positive whole number", given=num_stages)
-    if num_microbatches is not None and not _is_count(num_microbatches):
-        raise UsageError("num_microbatches must be a positive whole number", given=num_microbatches)
     _check_types(model, example_args, example_kwargs)
-    asked = Asked(
+    options = CompileOptions(
         model=model,
         num_stages=num_stages,
         loss_fn=loss_fn,
         num_microbatches=num_microbatches,
         memory_limit=_limit(memory_limit),
-        placement=placement if isinstance(placement, str | Placement) else Placement(tuple(placement)),
+        placement=_placement(placement),
         objective=objective,
         transport=transport,
-        profile=read_profile(profile) if isinstance(profile, str | os.PathLike) else profile,
-        schedule=read_schedule(schedule) if isinstance(schedule, str | os.PathLike) else schedule,
+        profile=_profile(profile),
+        schedule=_schedule(schedule),
         num_ranks=num_ranks,
         group=group,
         seed=seed,
-        front={"recompute": recompute, "split_points": split_points, "backend": backend, "verify": verify},
+        recompute=recompute,
+        split_points=split_points,
+        backend=backend,
+        verify=verify,
         time_limit_s=time_limit,
         one_communicator=one_communicator,
         scale_grads=scale_grads,
-        kept_whole=tuple(whole),
+        whole=tuple(whole),
         stall_limit_s=stall_limit,
     )
-    directory = os.environ.get("ZBCOMPILE_DUMP")
-    pipeline = Pipeline(asked, observer or (dump_to(directory) if directory else quiet))
+    pipeline = Pipeline(options, observer or observer_from_environment())
     if example_args is not None or example_kwargs is not None:
         pipeline.build(tuple(example_args or ()), dict(example_kwargs or {}), example_target)
     return pipeline
@@ -138,20 +178,26 @@ def _check_types(model: object, args: object, kwargs: object) -> None:
         )
 
 
-def _limit(limit: int | Sequence[int | None] | None) -> int | tuple[int | None, ...] | None:
-    if limit is None or isinstance(limit, int):
-        return limit
-    if not isinstance(limit, tuple | list):
-        raise UsageError(
-            "memory_limit must be whole bytes, for all ranks or a list with one entry for each",
-            given=repr(limit),
-            fix="write for instance memory_limit=4 << 30 for 4 GiB",
-        )
-    return tuple(limit)
+def _limit(limit: int | Sequence[int | None] | None) -> MemoryLimit:
+    return tuple(limit) if isinstance(limit, list) else cast(MemoryLimit, limit)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def _placement(placement: str | Placement | Sequence[int]) -> PlacementName | Placement:
+    if isinstance(placement, str | Placement):
+        return cast("PlacementName | Placement", placement)
+    return Placement(tuple(placement))
+
+
+def _profile(profile: Profile | Device | str | os.PathLike[str] | None) -> Profile | Device | None:
+    if isinstance(profile, str | os.PathLike):
+        return profile_json.loads(read_text(profile), str(profile)).profile
+    return profile
+
+
+def _schedule(schedule: Schedule | Solution | str | os.PathLike[str] | None) -> Schedule | None:
+    if isinstance(schedule, str | os.PathLike):
+        return load_schedule(read_text(schedule), str(schedule))[0].schedule
+    return schedule.schedule if isinstance(schedule, Solution) else schedule
 
 
 class Pipeline(Sequence[Stage]):
@@ -161,9 +207,9 @@ class Pipeline(Sequence[Stage]):
     in the same order; otherwise all ranks run in this process, taking turns.
     """
 
-    def __init__(self, asked: Asked, observer: Observer) -> None:
-        self._asked, self._observer = asked, observer
-        self._built: CompiledPipeline | None = None
+    def __init__(self, options: CompileOptions, observer: Observer) -> None:
+        self._options, self._observer = options, observer
+        self._compiled: CompiledPipeline | None = None
         self.step_number = 0
         """Number of the next step; with the seed it chooses the dropout masks. Set it to repeat a step."""
         self.loss_scale = 1.0
@@ -171,9 +217,13 @@ class Pipeline(Sequence[Stage]):
 
     def build(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None) -> Pipeline:
         """Capture, plan and load the programs for a batch like this one. Done once."""
-        if self._built is None:
-            self._built = build(self._asked, tuple(args), dict(kwargs), target, self._observer)
+        self._build(Batch(tuple(args), dict(kwargs), target))
         return self
+
+    def _build(self, batch: Batch) -> CompiledPipeline:
+        if self._compiled is None:
+            self._compiled = build(self._options, batch, self._observer)
+        return self._compiled
 
     def step(
         self,
@@ -183,47 +233,60 @@ class Pipeline(Sequence[Stage]):
         return_outputs: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """One training step on a whole batch: forward and backward of all microbatches.
+        """Run one training step on a whole batch: forward and backward of all microbatches.
 
         Gradients are set in, or added to, ``param.grad``, in the bits of a loop over the microbatches that
-        calls ``loss.backward()`` for each (and divides by their number when ``scale_grads``). Per-microbatch
-        losses are appended to ``losses`` where the loss is computed.
+        calls ``loss.backward()`` for each (and divides by their number when ``scale_grads``).
 
-        Returns the model's result for the whole batch (tensors joined along dimension 0; scalars stacked,
-        the loss averaged), or None on ranks that hold no part of it or without ``return_outputs``.
-        Raises `ShapeError` and `UsageError` before the first message, `PipelineError` when a rank fails.
+        Parameters
+        ----------
+        args, kwargs, target
+            The whole batch: what the model gets, and what the loss gets beside its output.
+        losses
+            The loss of every microbatch is appended, on the process that computes it.
+        return_outputs
+            Whether the result is wanted.
+
+        Returns
+        -------
+        object
+            The model's result for the whole batch (tensors joined along dimension 0; scalars stacked, the
+            loss averaged), or None on ranks that hold no part of it or without ``return_outputs``.
+
+        Raises
+        ------
+        ShapeError, UsageError
+            The call differs from the one compiled for; raised before the first message.
+        PipelineError
+            A rank failed; the same error on every rank.
         """
-        built = self.build(args, kwargs, target)._ready()
-        if built.front.loss is None:
+        batch = Batch(args, kwargs, target)
+        compiled = self._build(batch)
+        if compiled.staged.loss is None:
             raise UsageError(
                 "there is no loss to differentiate",
                 fix="give compile(..., loss_fn=...), or let the model return its loss; eval() needs none",
             )
-        if not built.loss_has_gradient:
+        if not compiled.loss_has_gradient:
             raise UsageError(
                 "the loss depends on no parameter that requires a gradient",
                 fix="let a parameter require a gradient, or call eval()",
             )
-        found = built.run_step(args, kwargs, target, self.step_number, self.loss_scale, return_outputs)
+        result = compiled.run_step(batch, self.step_number, self.loss_scale, return_outputs)
         self.step_number += 1
-        if losses is not None:
-            losses.extend(found.losses)
-        return found.output
+        return _handed_out(result, losses)
 
     def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
-        """Forward only, in evaluation mode (no dropout, running statistics), without gradients.
+        """Run forward only, in evaluation mode (no dropout, running statistics), without gradients.
 
         The batch may have another size than in training; it is cut into as many microbatches if that
-        divides it. Returns what `step` returns.
+        divides it. Parameters, result and errors are those of `step`.
         """
-        built = self.build(args, kwargs, target)._ready()
-        found = built.run_eval(args, kwargs, target)
-        if losses is not None:
-            losses.extend(found.losses)
-        return found.output
+        batch = Batch(args, kwargs, target)
+        return _handed_out(self._build(batch).run_eval(batch), losses)
 
     def timeline(self) -> Measured:
-        """When every action of the last step really began and ended, on one clock for all ranks.
+        """Return when every action of the last step really began and ended, on one clock for all ranks.
 
         With one process per rank this is a collective call. In one process the ranks took turns, so
         durations are real and the ranks never overlap.
@@ -236,8 +299,8 @@ class Pipeline(Sequence[Stage]):
 
     def close(self) -> None:
         """End the watchdog and leave the pipeline's process groups."""
-        if self._built is not None:
-            self._built.close()
+        if self._compiled is not None:
+            self._compiled.close()
 
     def __enter__(self) -> Pipeline:
         return self
@@ -252,7 +315,7 @@ class Pipeline(Sequence[Stage]):
 
     @property
     def solution(self) -> Solution:
-        """What the planner found, and for which problem."""
+        """The order that runs with its problem and certificate: what a schedule file holds."""
         return self._ready().plan.solution
 
     @property
@@ -268,8 +331,7 @@ class Pipeline(Sequence[Stage]):
     @property
     def rank(self) -> int | None:
         """This process's rank of the pipeline; None when all ranks run here."""
-        rank: int | None = self._ready().runner.rank
-        return rank
+        return self._ready().runner.rank
 
     @property
     def local_stages(self) -> tuple[Stage, ...]:
@@ -278,23 +340,23 @@ class Pipeline(Sequence[Stage]):
         return tuple(s for s in self if rank is None or placement.rank_of[s.index] == rank)
 
     def source(self, rank: int) -> str:
-        """The program that a rank runs."""
-        return self._ready().plan.texts[rank]
+        """Return the program that a rank runs."""
+        return self._ready().programs[rank]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that this process trains, each once. Before the capture: all."""
-        if self._built is None:
-            yield from self._asked.whole.parameters()
+        """Yield the parameters that this process trains, each once. Before the capture: all."""
+        if self._compiled is None:
+            yield from self._trained().parameters()
             return
         for _, parameter in self.named_parameters():
             yield parameter
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names are the model's own; those of a loss with parameters begin with ``loss_fn.``."""
-        if self._built is None:
-            yield from self._asked.whole.named_parameters()
+        """Yield parameters under the model's own names; those of a loss begin with ``loss_fn.``."""
+        if self._compiled is None:
+            yield from self._trained().named_parameters()
             return
-        self._built.follow_model()
+        self._compiled.follow_model()
         seen: set[int] = set()
         for stage in self.local_stages:
             for name, parameter in stage.named_parameters():
@@ -307,12 +369,15 @@ class Pipeline(Sequence[Stage]):
         for parameter in self.parameters():
             parameter.grad = None
 
+    def _trained(self) -> nn.Module:
+        return with_loss(self._options.model, self._options.loss_fn)
+
     def _ready(self) -> CompiledPipeline:
-        if self._built is None:
+        if self._compiled is None:
             raise UsageError(
                 "the model is not captured yet", fix="give compile() example_args, or call step() once"
             )
-        return self._built
+        return self._compiled
 
     @overload
     def __getitem__(self, index: int) -> Stage: ...
@@ -322,15 +387,21 @@ class Pipeline(Sequence[Stage]):
         return self._ready().stages[index]
 
     def __len__(self) -> int:
-        return self._asked.num_stages
+        return self._options.num_stages
 
     def __repr__(self) -> str:
-        name = type(self._asked.model).__name__
-        if self._built is None:
+        name = type(self._options.model).__name__
+        if self._compiled is None:
             return f"<Pipeline of {name}: {len(self)} stages, not captured yet>"
-        plan = self._built.plan
+        plan = self._compiled.plan
         return (
             f"<Pipeline of {name}: {len(self)} stages on {plan.schedule.num_ranks} ranks, "
             f"{plan.schedule.num_microbatches} microbatches, {plan.certificate.objective} "
             f"{plan.certificate.value_ns / 1e6:.3f} ms, {plan.certificate.status}>"
         )
+
+
+def _handed_out(result: StepResult, losses: list[Tensor] | None) -> Any:
+    if losses is not None:
+        losses.extend(result.losses)
+    return result.output

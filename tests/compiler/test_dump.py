@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zbcompile.compiler.graph_text import dump_graphs, graph_text
+import zbcompile
+from zbcompile.compiler import stages
+from zbcompile.compiler.graph_text import graph_text
+from zbcompile.compiler.observe import dump_to
 from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import UsageError
 from zbcompile.passes.split.staged_model import StagedModel
@@ -48,23 +51,67 @@ def test_print_readable_names_the_module(front: StagedModel) -> None:
 
 
 def test_files_per_stage_and_phase(front: StagedModel, tmp_path: Path) -> None:
-    paths = dump_graphs(front, tmp_path / "dump")
+    dump_to(tmp_path)("split_backward", front.stages)
+    folder = tmp_path / "00-split_backward"
     names = ["forward", "backward_input", "backward_weight", "full_backward"]
-    assert [str(p.relative_to(tmp_path / "dump")) for p in paths] == [
+    assert sorted(str(p.relative_to(folder)) for p in folder.rglob("*.txt")) == sorted(
         f"stage-{s}/{name}.txt" for s in range(4) for name in names
-    ]
-    text = (tmp_path / "dump" / "stage-1" / "backward_weight.txt").read_text()
+    )
+    text = (folder / "stage-1" / "backward_weight.txt").read_text()
     assert text.startswith("# stage 1: held F to B ")
     assert "# parameters: 1.proj.weight, 1.proj.bias" in text
     assert "aten.mm.default" in text
     assert text.endswith(graph_text(front.stages[1].graphs.backward_weight))
-    shared = (tmp_path / "dump" / "stage-2" / "forward.txt").read_text()
+    shared = (folder / "stage-2" / "forward.txt").read_text()
     assert "# same structure as stage 1" in shared
     assert not list(tmp_path.rglob("*.tmp*"))
 
 
 def test_a_place_that_cannot_be_written(front: StagedModel, tmp_path: Path) -> None:
-    (tmp_path / "stage-0").mkdir()
-    (tmp_path / "stage-0" / "forward.txt").mkdir()
+    (tmp_path / "00-split_backward" / "stage-0" / "forward.txt").mkdir(parents=True)
     with pytest.raises(UsageError):
-        dump_graphs(front, tmp_path)
+        dump_to(tmp_path)("split_backward", front.stages)
+
+
+def test_every_step_is_observed_before_the_next_begins() -> None:
+    """The artifact is as its own step left it, and the steps come in the order of the spine."""
+    seen: list[tuple[str, int]] = []
+
+    def watch(name: str, artifact: object) -> None:
+        graph = getattr(getattr(artifact, "module", None), "graph", None)
+        seen.append((name, len(graph.nodes) if graph is not None else -1))
+
+    model = nn.Sequential(Layer(), Layer())
+    zbcompile.compile(
+        model,
+        2,
+        example_args=(torch.ones(4, 4),),
+        example_target=torch.ones(4, 4),
+        loss_fn=nn.functional.mse_loss,
+        num_microbatches=2,
+        observer=watch,
+    )
+    assert [name for name, _ in seen] == [
+        "capture",
+        "fold_constant_masks",
+        "partition",
+        "split_backward",
+        "backend",
+        "verify",
+        "measure",
+        "plan",
+        "merge_backward",
+        "insert_comm",
+        "check",
+        "codegen",
+    ]
+
+
+def test_masks_are_still_there_when_the_capture_is_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The observer of ``capture`` runs before ``fold_constant_masks`` changes the graph."""
+    events: list[str] = []
+    real = stages.fold_constant_masks
+    monkeypatch.setattr(stages, "fold_constant_masks", lambda c: (events.append("fold"), real(c))[1])
+    model = nn.Sequential(Layer(), Layer())
+    build_stages(model, 2, (torch.ones(3, 4),), observer=lambda name, _: events.append(name))
+    assert events[:3] == ["capture", "fold", "fold_constant_masks"]

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.support.hand_stages import hand_batch, hand_case, hand_reference, hand_stages, hand_state
-from zbcompile.compiler.driver import Options, lower, plan, rated
+from zbcompile.compiler.lower import lower
 from zbcompile.passes.lower.codegen import emit
 from zbcompile.passes.lower.insert_comm import insert_comm
+from zbcompile.planner.imported import rated
+from zbcompile.planner.plan import plan
 from zbcompile.runtime.channels import gloo
 from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
@@ -48,9 +50,9 @@ def sleeping_profile(num_stages: int = NUM_RANKS) -> Profile:
 
 
 def plan_texts(schedule: Schedule, profile: Profile) -> tuple[Problem, Schedule, tuple[str, ...]]:
-    options = Options(schedule.num_stages, schedule.num_ranks, schedule.num_microbatches)
-    plan = lower(rated(schedule, profile, options))
-    return plan.problem, plan.schedule, plan.texts
+    problem = Problem.of(profile, schedule.placement, schedule.num_microbatches)
+    lowered = lower(rated(schedule, problem), merge=False)
+    return lowered.problem, lowered.schedule, lowered.programs()
 
 
 class Faulty(Sleeping):
@@ -148,10 +150,10 @@ def large_and_small(rank: int) -> list[int]:
     large, small = gloo._LARGE_BYTES + 1, 64
     edges = (Edge(0, 1, large, small), Edge(1, 2, large, large), Edge(2, 3, small, small))
     costs = Profile((StageCost.simple(1_000_000, 1_000_000, 1_000_000, 2, 1),) * 4, edges)
-    planned = plan(costs, Options(4, 2, 6, placement="v", time_limit_s=1.0))
+    planned = lower(plan(Problem.of(costs, Placement.v(2), 6), time_limit_s=1.0), merge=True)
     setup = PipelineSpec(sleeping_stages(costs, torch.device("cpu")), planned.schedule.placement, 6)
     runner = DistributedRunner(
-        PipelineGroup(None, 30.0), setup, planned.texts[rank], torch.device("cpu"), 30.0
+        PipelineGroup(None, 30.0), setup, planned.programs()[rank], torch.device("cpu"), 30.0
     )
     for step in range(2):
         runner.run(Step([[] for _ in range(6)], step), {})

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.strategies import greedy_order
-from zbcompile.compiler.driver import Options, lower, rated
+from zbcompile.compiler.lower import lower
 from zbcompile.compiler.stages import build_stages
 from zbcompile.passes.profile.measure import edges_of
 from zbcompile.passes.split.staged_model import StagedModel
+from zbcompile.planner.imported import rated
 from zbcompile.runtime.gradients import hand_over
 from zbcompile.runtime.local_runner import LocalRunner
 from zbcompile.runtime.verbs import PipelineSpec, Step, parameters_of
@@ -111,8 +112,7 @@ def random_case(seed: int, max_ranks: int, counts: tuple[int, ...]) -> tuple[Sta
 
 def programs_for(schedule: Schedule, problem: Problem) -> tuple[str, ...]:
     """Lowered and proved."""
-    options = Options(problem.num_stages, problem.num_ranks, problem.num_microbatches)
-    return lower(rated(schedule, problem.profile, options)).texts
+    return lower(rated(schedule, problem), merge=False).programs()
 
 
 def run_here(

@@ -15,11 +15,14 @@ import torch
 from torch import nn
 
 from zbcompile.cli.inputs import say
-from zbcompile.compiler import driver
+from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import UsageError, ZBCompileError
 from zbcompile.formats import profile_json
 from zbcompile.formats.files import write_text
 from zbcompile.formats.profile_json import ProfileFile
+from zbcompile.passes.capture.meta_capture import planned_device
+from zbcompile.passes.profile.counted import counted_profile
+from zbcompile.passes.profile.measure import measure
 from zbcompile.schedule.devices import device_named
 
 __all__ = ["profile"]
@@ -41,16 +44,21 @@ def profile(arguments: argparse.Namespace) -> int:
     model, args, kwargs, loss_fn, target = (
         _made(arguments.factory) if device is None else _made_without_weights(arguments.factory)
     )
-    wanted: dict[str, Any] = {} if loss_fn is None else {"loss_fn": loss_fn, "target": target}
-    if device is not None:
-        wanted["verify"] = False
-    front = driver.build_front(model, arguments.stages, args, kwargs, **wanted)
+    front = build_stages(
+        model,
+        arguments.stages,
+        args,
+        kwargs,
+        target=None if loss_fn is None else target,
+        loss_fn=loss_fn,
+        verify=None if device is None else False,
+    )
     for report in front.reports:
         say(report)
     if device is None:
-        costs = driver.measured(front, front.flat_inputs(args, kwargs, target))
+        costs = measure(front.stages, front.captured.state, front.flat_inputs(args, kwargs, target))
     else:
-        costs = driver.counted(front, device)
+        costs = counted_profile(front.stages, device)
     write_text(
         arguments.output, profile_json.dumps(ProfileFile(costs, num_microbatches=arguments.microbatches))
     )
@@ -64,7 +72,7 @@ def _made_without_weights(text: str) -> _Made:
         with torch.device("meta"):
             made = factory()
         if isinstance(made, tuple) and made and isinstance(made[0], nn.Module):
-            driver.check_meta(made[0])
+            planned_device(made[0], ())
     except Exception as error:
         say(f"{text} needs values while it builds ({type(error).__name__}): built with weights, not run")
         made = _run(text, factory)

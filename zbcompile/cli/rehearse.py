@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.table import Table
 
 from zbcompile.cli.inputs import load_scheduled
-from zbcompile.compiler import driver
-from zbcompile.compiler.driver import Options
+from zbcompile.compiler.rehearsal import rehearse as rehearse_order
 from zbcompile.errors import UsageError
 from zbcompile.formats import measured_json, profile_json
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.files import write_text
 from zbcompile.formats.schedule_json import ScheduleFile
+from zbcompile.planner.imported import rated
 from zbcompile.runtime.rehearse import Rehearsal
 from zbcompile.schedule.solution import Solution
 from zbcompile.show.units import format_bytes, time_unit
@@ -31,7 +31,7 @@ def rehearse(arguments: argparse.Namespace) -> int:
         raise UsageError("the schedule carries no profile to sleep by", fix="give --profile PROFILE.json")
     solution = _solution(file)
     timeout_s = 120 + 10 * arguments.steps * solution.certificate.value_ns / 1e9
-    found = driver.rehearse(solution, steps=arguments.steps, stall_limit_s=_STALL_S, timeout_s=timeout_s)
+    found = rehearse_order(solution, steps=arguments.steps, stall_limit_s=_STALL_S, timeout_s=timeout_s)
     if found is None:
         return 0
     if arguments.measured is not None:
@@ -50,17 +50,7 @@ def _solution(file: ScheduleFile) -> Solution:
     assert problem is not None
     if file.certificate is not None:
         return file.solution()
-    caps = None if all(cap is None for cap in problem.caps) else problem.caps
-    options = Options(
-        problem.num_stages,
-        problem.num_ranks,
-        problem.num_microbatches,
-        caps,
-        problem.placement,
-        problem.objective,
-        problem.transport,
-    )
-    return driver.rated(file.schedule, problem.profile, options)
+    return rated(file.schedule, problem)
 
 
 def _figures(found: Rehearsal) -> dict[str, object]:

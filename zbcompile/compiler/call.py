@@ -1,43 +1,82 @@
-"""The form of a call of a pipeline: what every later call is held against, and how a batch is cut."""
+"""How a pipeline is called: one batch's arguments, and the form that every later call is held against."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from zbcompile.errors import UsageError
-from zbcompile.passes.capture.nested_values import Spec, flatten
+from zbcompile.passes.capture.nested_values import Spec, flatten, unflatten
 from zbcompile.runtime.batches import BatchPlan
 
-__all__ = ["Call"]
+__all__ = ["Batch", "CallForm"]
 
 
-class Call:
-    """The form of a call: how its arguments are nested, which tensors are cut into microbatches."""
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one call of `Pipeline.step` or `Pipeline.eval`, or one microbatch of them."""
 
-    def __init__(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        whole: Sequence[str | int],
-        count: int,
-    ) -> None:
-        tensors, self.spec = flatten((args, kwargs, target))
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = None
+
+    def flat(self) -> tuple[list[Tensor], Spec]:
+        """Return the tensors, and how they are nested in (args, kwargs, target)."""
+        return flatten((self.args, dict(self.kwargs), self.target))
+
+    @property
+    def size(self) -> int:
+        """Dimension 0 of the first tensor that has dimensions; 1 where none has."""
+        return next((t.shape[0] for t in self.flat()[0] if t.dim()), 1)
+
+    def most_microbatches(self, limit: int) -> int:
+        """Return the largest divisor of the batch's size that is at most ``limit``."""
+        size = self.size
+        return next(k for k in range(min(limit, size), 0, -1) if size % k == 0)
+
+
+class CallForm:
+    """The form of a call: how its arguments are nested, and which tensors are cut into microbatches.
+
+    Parameters
+    ----------
+    batch
+        The example that the model is captured with.
+    whole
+        Tensors that every microbatch gets whole: positions of args, names of kwargs.
+    num_microbatches
+        How many microbatches a batch is cut into.
+
+    Attributes
+    ----------
+    example
+        The first microbatch, flat and as it was nested.
+    """
+
+    def __init__(self, batch: Batch, whole: Sequence[str | int], num_microbatches: int) -> None:
+        tensors, self.spec = batch.flat()
         names = [_name(path) for path in self.spec.paths()]
         kept = [_is_whole(name, whole) for name in names]
-        self.plan = BatchPlan(names, tensors, count, kept)
-        self.example = self.plan.split(tensors)[0]
+        self.plan = BatchPlan(names, tensors, num_microbatches, kept)
+        self.num_microbatches = num_microbatches
+        self.flat_example = self.plan.split(tensors)[0]
+        self.example = Batch(*unflatten(self.spec, self.flat_example))
 
-    def microbatches(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> list[list[Tensor]]:
-        """The flat tensors of each microbatch. Raises `ShapeError` or `UsageError` for another form of
-        call."""
-        order = self.spec.children[1].keys
+    def microbatches(self, batch: Batch) -> list[list[Tensor]]:
+        """Return the flat tensors of each microbatch.
+
+        Raises
+        ------
+        ShapeError, UsageError
+            The call has another form than the example.
+        """
+        order, kwargs = self.spec.children[1].keys, batch.kwargs
         if set(order) == set(kwargs):
-            kwargs = {key: kwargs[key] for key in order}
-        tensors, spec = flatten((args, kwargs, target))
+            kwargs = {str(key): kwargs[str(key)] for key in order}
+        tensors, spec = Batch(batch.args, kwargs, batch.target).flat()
         difference = _difference(self.spec, spec, "")
         if difference is not None:
             raise UsageError(
@@ -61,7 +100,7 @@ def _is_whole(name: str, whole: Sequence[str | int]) -> bool:
 
 
 def _difference(old: Spec, new: Spec, path: str) -> str | None:
-    """Path of the first place where two calls are nested differently or a constant differs."""
+    """Return the path of the first place where two calls are nested differently or a constant differs."""
     if old.kind != new.kind or old.keys != new.keys or len(old.children) != len(new.children):
         return path or "[0]"
     if old.kind == "constant":

@@ -7,39 +7,38 @@ Each starts with what enters and leaves; each call names shape and dtype, module
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from torch.fx import GraphModule
 
-from zbcompile.formats.files import write_text
 from zbcompile.passes.split.stage_graphs import Graphs, Port, StageGraphs
-from zbcompile.passes.split.staged_model import StagedModel
 
-__all__ = ["dump_graphs", "graph_text", "stage_text"]
+__all__ = ["graph_text", "stage_files", "stage_text"]
 
 
-def dump_graphs(result: StagedModel, directory: str | os.PathLike[str]) -> list[Path]:
-    """Write every graph of every stage below ``directory``; returns the paths, in order.
-
-    Files appear whole (written aside, then renamed). Raises UsageError when the place cannot be written.
-    """
-    written = []
+def stage_files(stages: Sequence[StageGraphs]) -> list[tuple[Path, str]]:
+    """Return a relative path and a text for every graph of every stage, in order."""
+    files = []
     first: dict[int, int] = {}
-    for stage in result.stages:
-        folder = Path(directory) / f"stage-{stage.index}"
-        folder.mkdir(parents=True, exist_ok=True)
+    for stage in stages:
         like = first.setdefault(id(stage.graphs), stage.index)
         for name in Graphs.__slots__:
-            path = folder / f"{name}.txt"
-            write_text(path, stage_text(stage, like) + graph_text(getattr(stage.graphs, name)))
-            written.append(path)
-    return written
+            text = stage_text(stage, like) + graph_text(getattr(stage.graphs, name))
+            files.append((Path(f"stage-{stage.index}") / f"{name}.txt", text))
+    return files
 
 
 def stage_text(stage: StageGraphs, like: int | None = None) -> str:
-    """Ports, bytes and parameters of a stage as comment lines; ``like``: the stage whose graphs it shares."""
+    """Return ports, bytes and parameters of a stage as comment lines.
+
+    Parameters
+    ----------
+    stage
+        The stage.
+    like
+        Index of the stage whose graphs it shares.
+    """
     lines = [
         f"# stage {stage.index}: held F to B {stage.saved_bytes} B, B to W {stage.saved_for_weight_bytes} B",
         *_ports("in", stage.inputs),
@@ -63,6 +62,6 @@ def _ports(word: str, ports: Sequence[Port]) -> list[str]:
 
 
 def graph_text(module: GraphModule) -> str:
-    """One graph as code with shapes, dtypes, module paths and source lines."""
+    """Return one graph as code with shapes, dtypes, module paths and source lines."""
     text: str = module.print_readable(print_output=False)
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"

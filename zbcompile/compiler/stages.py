@@ -1,4 +1,4 @@
-"""The straight line of the front end: capture, partition, split."""
+"""From a model to its stages: capture, fold_constant_masks, partition, split_backward, verify."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.errors import UsageError
 from zbcompile.passes.capture.capture import Captured, capture
 from zbcompile.passes.capture.constant_masks import fold_constant_masks
+from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.partition.partition import Policy, StageSource, partition
 from zbcompile.passes.split.backends import check_backend, with_backend
 from zbcompile.passes.split.split_backward import Recompute, split_backward
 from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.passes.split.staged_model import CutReport, StagedModel
+from zbcompile.passes.verify.verify import cheap_to_verify
+from zbcompile.passes.verify.verify import verify as compare_with_model
 
 __all__ = ["build_stages"]
 
@@ -33,22 +37,61 @@ def build_stages(
     recompute: Recompute = "none",
     backend: str = "eager",
     device: torch.device | str | None = None,
+    verify: bool | None = False,
+    observer: Observer = quiet,
 ) -> StagedModel:
-    """Capture ``model`` on one example microbatch and return its stages as F, B, W and BW graphs.
+    """Capture a model on one example microbatch, cut it, and split the backward of every stage.
 
-    With ``loss_fn`` the last stage computes ``loss_fn(output, target)``; without it the model's own loss
-    is looked for (the entry called loss, or a scalar result). A model on the meta device becomes stages
-    for ``device`` (see `capture`). ``backend`` is one of `backends.BACKENDS`. Raises CaptureError, CutError,
-    SplitError and UsageError; each names module path and source line where known.
+    Parameters
+    ----------
+    model, num_stages
+        What to cut, and into how many pieces.
+    args, kwargs, target
+        One microbatch as the model and the loss get it.
+    loss_fn
+        The last stage computes ``loss_fn(output, target)``. Without it the model's own loss is looked for:
+        the entry called loss, or a scalar result.
+    split_points, recompute, backend
+        See docs/split.md; ``backend`` is one of `backends.BACKENDS`.
+    device
+        Device that a model on the meta device is captured for.
+    verify
+        Whether F, B and W of all stages are compared with the untouched model; None: where that is cheap.
+    observer
+        Called after each step.
+
+    Returns
+    -------
+    StagedModel
+        The stages as F, B, W and BW graphs, and what they were made from.
+
+    Raises
+    ------
+    CaptureError, CutError, SplitError, UsageError
+        Each names module path and source line where known.
     """
     check_backend(backend)
-    captured = _with_usable_loss(
-        capture(model, args, kwargs, target=target, loss_fn=loss_fn, device=device), loss_fn is not None
-    )
+    captured = capture(model, args, kwargs, target=target, loss_fn=loss_fn, device=device)
+    captured = _with_usable_loss(captured, loss_fn is not None)
+    observer("capture", captured)
     fold_constant_masks(captured)
+    observer("fold_constant_masks", captured)
     sources = partition(captured, num_stages, split_points=split_points)
+    observer("partition", sources)
     stages = split_backward(captured, sources, recompute=recompute, backend=backend)
+    observer("split_backward", stages)
     stages = with_backend(stages, backend)
+    observer("backend", stages)
+    staged = _staged(captured, sources, stages, backend)
+    if verify if verify is not None else cheap_to_verify(with_loss(model, loss_fn)):
+        report = compare_with_model(model, staged, args, kwargs, target, loss_fn)
+        observer("verify", report)
+    return staged
+
+
+def _staged(
+    captured: Captured, sources: tuple[StageSource, ...], stages: tuple[StageGraphs, ...], backend: str
+) -> StagedModel:
     place = {port.name: (s.index, i) for s in stages for i, port in enumerate(s.outputs) if port.is_result}
     return StagedModel(
         stages,

@@ -1,0 +1,89 @@
+"""The spine: from what `zbcompile.compile` was asked for to something that runs.
+
+Read `build` from top to bottom. An observer is called after each step, before the next begins, with the
+step's name and artifact; ``ZBCOMPILE_DUMP=directory`` writes every artifact as text (`compiler.observe`).
+"""
+
+from __future__ import annotations
+
+from zbcompile.compiler.call import Batch, CallForm
+from zbcompile.compiler.compiled import CompiledPipeline
+from zbcompile.compiler.lower import lower
+from zbcompile.compiler.observe import Observer, quiet
+from zbcompile.compiler.planning import keep_order_of_changes, plan_for_all
+from zbcompile.compiler.stages import build_stages
+from zbcompile.errors import UsageError
+from zbcompile.options import CompileOptions
+from zbcompile.runtime.group import PipelineGroup
+
+__all__ = ["build"]
+
+
+def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> CompiledPipeline:
+    """Compile a model for batches like this one.
+
+    ``model -> stages (F, B, W graphs) -> profile -> proved order -> order with communication -> programs``.
+
+    Raises
+    ------
+    CaptureError, CutError, SplitError
+        The model cannot be captured, cut or split.
+    InfeasibleError, NoOrderError, CheckError
+        No order fits, none was found in time, or the one that was given is wrong.
+    PipelineError, UsageError
+        The ranks differ; an argument cannot be meant.
+    """
+    # 1. Who runs it, and what one call of it looks like.
+    group = PipelineGroup.present(options.group, options.stall_limit_s)
+    if group is not None:
+        group.require_size(options.num_ranks)
+    num_ranks = group.size if group is not None else (options.num_ranks or options.num_stages)
+    call = CallForm(batch, options.whole, _num_microbatches(options, batch, num_ranks))
+
+    # 2. capture -> fold_constant_masks -> partition -> split_backward -> verify
+    one = call.example
+    staged = build_stages(
+        options.model,
+        options.num_stages,
+        one.args,
+        one.kwargs,
+        target=one.target,
+        loss_fn=options.loss_fn,
+        split_points=options.split_points,
+        recompute=options.recompute,
+        backend=options.backend,
+        verify=options.verify,
+        observer=observer,
+    )
+
+    # 3. measure or count -> plan, once for all ranks
+    solution = plan_for_all(options, group, num_ranks, call, staged, observer)
+    keep_order_of_changes(solution.schedule, staged)
+
+    # 4. merge_backward -> insert_comm -> check -> codegen
+    plan = lower(
+        solution,
+        merge=options.schedule is None,
+        one_communicator=options.one_communicator,
+        observer=observer,
+    )
+    programs = plan.programs(observer)
+    if group is not None:
+        group.agree({"programs": "\n".join(programs)})
+
+    # 5. load
+    return CompiledPipeline(options, group, call, staged, plan, programs)
+
+
+def _num_microbatches(options: CompileOptions, batch: Batch, num_ranks: int) -> int:
+    """Return the schedule's number, the one asked for, or the largest divisor up to twice the ranks."""
+    if options.schedule is not None:
+        given = options.schedule.num_microbatches
+        if options.num_microbatches not in (None, given):
+            raise UsageError(
+                "the schedule has another number of microbatches",
+                needed=options.num_microbatches,
+                given=given,
+            )
+        return given
+    return options.num_microbatches or batch.most_microbatches(2 * num_ranks)

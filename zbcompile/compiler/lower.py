@@ -1,0 +1,126 @@
+"""The one way from an order to what runs: merge_backward, insert_comm, check; then codegen.
+
+`zbcompile.compile`, ``zbcompile plan``, ``convert`` and ``rehearse`` and evaluation all lower here, so that the
+order in a file is the order that is compiled. No torch is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from zbcompile.compiler.observe import Observer, quiet
+from zbcompile.passes.lower.codegen import emit
+from zbcompile.passes.lower.insert_comm import CommSchedule, insert_comm, keep_comm
+from zbcompile.passes.lower.merge_backward import merge_backward
+from zbcompile.schedule.check import check
+from zbcompile.schedule.ir import Schedule
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.solution import Certificate, Solution
+
+__all__ = ["LoweredPlan", "codegen", "lower", "lower_order"]
+
+
+@dataclass(frozen=True)
+class LoweredPlan:
+    """An order with its communication, and what is known about it.
+
+    Attributes
+    ----------
+    solution
+        The problem, the order with its sends and receives, and the certificate of that order.
+    comm
+        The same order with what bounds the messages on their way.
+    """
+
+    solution: Solution
+    comm: CommSchedule
+
+    @property
+    def schedule(self) -> Schedule:
+        """What runs, sends and receives included."""
+        return self.comm.schedule
+
+    @property
+    def problem(self) -> Problem:
+        """What the order was planned for."""
+        return self.solution.problem
+
+    @property
+    def certificate(self) -> Certificate:
+        """How good the order that runs is, and why."""
+        return self.solution.certificate
+
+    def programs(self, observer: Observer = quiet) -> tuple[str, ...]:
+        """Return the program of every rank (`codegen`)."""
+        return codegen(self.comm, self.problem, self.certificate, observer)
+
+
+def lower(
+    solution: Solution, *, merge: bool, one_communicator: bool = False, observer: Observer = quiet
+) -> LoweredPlan:
+    """Lower a solution; its certificate then speaks of the order with communication.
+
+    Parameters
+    ----------
+    solution
+        An order and its problem. An order that has its communication keeps it.
+    merge
+        Whether B and W that stand together may become one BW where that costs nothing: for orders that the
+        planner found. An order that somebody gave is run as it was given.
+    one_communicator
+        Keep one global order of messages.
+
+    Raises
+    ------
+    CheckError
+        The order is incomplete, out of order, can hang or exceeds a cap.
+    """
+    comm = lower_order(
+        solution.schedule,
+        solution.problem,
+        merge=merge,
+        one_communicator=one_communicator,
+        observer=observer,
+    )
+    check(comm.schedule, solution.problem)
+    observer("check", comm.schedule)
+    certificate = replace(solution.certificate, value_ns=comm.value_ns)
+    return LoweredPlan(replace(solution, schedule=comm.schedule, certificate=certificate), comm)
+
+
+def lower_order(
+    schedule: Schedule,
+    problem: Problem,
+    *,
+    merge: bool = False,
+    one_communicator: bool = False,
+    observer: Observer = quiet,
+) -> CommSchedule:
+    """Put the communication into an order; parameters as for `lower`.
+
+    Raises
+    ------
+    CheckError
+        A message's ends are missing, or its messages can hang.
+    """
+    if schedule.has_communication:
+        comm = keep_comm(schedule, problem)
+    else:
+        if merge:
+            schedule = merge_backward(schedule, problem)
+            observer("merge_backward", schedule)
+        comm = insert_comm(schedule, problem, one_communicator=one_communicator)
+    observer("insert_comm", comm.schedule)
+    return comm
+
+
+def codegen(
+    comm: CommSchedule,
+    problem: Problem,
+    certificate: Certificate | None = None,
+    observer: Observer = quiet,
+) -> tuple[str, ...]:
+    """Return the program of every rank, as text."""
+    texts = emit(comm.schedule, problem, certificate, comm.send_slots)
+    observer("codegen", texts)
+    return texts

@@ -1,0 +1,206 @@
+"""From stages to an order: the profile that is planned with, and one plan for all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from zbcompile.compiler.call import CallForm
+from zbcompile.compiler.observe import Observer
+from zbcompile.errors import CheckError, PipelineError, UsageError, ZBCompileError
+from zbcompile.formats import schedule_json
+from zbcompile.options import CompileOptions
+from zbcompile.passes.profile.counted import counted_profile
+from zbcompile.passes.profile.measure import measure
+from zbcompile.passes.split.staged_model import StagedModel
+from zbcompile.planner.imported import rated
+from zbcompile.planner.placements import plan_auto
+from zbcompile.planner.plan import plan
+from zbcompile.runtime.gradients import tied_holders
+from zbcompile.runtime.group import PipelineGroup
+from zbcompile.schedule.costs import Profile
+from zbcompile.schedule.devices import Device
+from zbcompile.schedule.ir import Kind, Placement, Schedule
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.solution import Solution
+
+__all__ = ["keep_order_of_changes", "plan_for_all", "profile_and_plan", "solve"]
+
+
+def plan_for_all(
+    options: CompileOptions,
+    group: PipelineGroup | None,
+    num_ranks: int,
+    call: CallForm,
+    staged: StagedModel,
+    observer: Observer,
+) -> Solution:
+    """Profile and plan: here where all ranks run in this process, else on rank 0 for all ranks.
+
+    Raises
+    ------
+    PipelineError
+        The ranks were asked for different things, or planning failed on rank 0.
+    """
+    if group is None:
+        return profile_and_plan(options, num_ranks, call, staged, observer)
+    _agree(options, group, call, staged)
+    problem: ZBCompileError | None = None
+    text = ""
+    if group.rank == 0:
+        try:
+            text = "ok" + schedule_json.dumps(profile_and_plan(options, num_ranks, call, staged, observer))
+        except ZBCompileError as error:
+            problem, text = error, f"{type(error).__name__} on rank 0: {error}"
+    text = group.from_first(text)
+    if problem is not None:
+        raise problem
+    if not text.startswith("ok"):
+        raise PipelineError(text)
+    return schedule_json.loads(text[2:], "the plan of rank 0").solution()
+
+
+def profile_and_plan(
+    options: CompileOptions, num_ranks: int, call: CallForm, staged: StagedModel, observer: Observer
+) -> Solution:
+    """Return the order that was given, rated, or the best one that the time allows."""
+    profile = _profile(options, call, staged, observer)
+    solution = solve(options, profile, num_ranks, call.num_microbatches)
+    observer("plan", solution)
+    return solution
+
+
+def solve(options: CompileOptions, profile: Profile, num_ranks: int, num_microbatches: int) -> Solution:
+    """Plan for the placement that was asked for, or for every one that fits and keep the best."""
+    given = options.schedule
+    placement = _placement(options, num_ranks) if given is None else given.placement
+    problem = Problem.of(
+        profile,
+        placement or _evenly(options.num_stages, num_ranks),
+        num_microbatches,
+        options.memory_limit,
+        options.objective,
+        options.transport,
+    )
+    if given is not None:
+        return rated(given, problem)
+    if placement is None:
+        return plan_auto(problem, time_limit_s=options.time_limit_s, seed=options.seed).solution
+    return plan(problem, time_limit_s=options.time_limit_s, seed=options.seed)
+
+
+def keep_order_of_changes(schedule: Schedule, staged: StagedModel) -> None:
+    """Refuse an order in which a stage that changes a buffer sees the microbatches in another order.
+
+    Raises
+    ------
+    CheckError
+        Names the stage, the buffer and the order of its forwards.
+    """
+    for stage in staged.stages:
+        rank = schedule.placement.rank_of[stage.index]
+        order = [
+            a.microbatch for a in schedule.order[rank] if a.kind is Kind.FORWARD and a.stage == stage.index
+        ]
+        if stage.mutated and order != sorted(order):
+            raise CheckError(
+                f"stage {stage.index} changes {stage.mutated[0]} in every forward, "
+                "so its forwards must run in the order of the microbatches",
+                where=f"rank {rank}",
+                given=" ".join(map(str, order)),
+                fix="use an order that keeps them, or freeze the buffer (evaluation mode of its module)",
+            )
+
+
+def _profile(options: CompileOptions, call: CallForm, staged: StagedModel, observer: Observer) -> Profile:
+    """Return the profile that was given, counted for the device that was given, or measured here."""
+    if isinstance(options.profile, Profile):
+        _check_edges(options.profile, staged)
+        return options.profile
+    if isinstance(options.profile, Device):
+        profile = counted_profile(staged.stages, options.profile)
+        observer("counted", profile)
+        return profile
+    empty = [name for name, tensor in staged.captured.state.items() if tensor.is_meta]
+    if empty:
+        raise UsageError(
+            "a model on the meta device cannot be measured",
+            where=empty[0],
+            fix='give profile=device_named("H100") to count its costs, or a profile measured elsewhere',
+        )
+    profile = measure(staged.stages, staged.captured.state, call.flat_example)
+    observer("measure", profile)
+    return profile
+
+
+def _check_edges(profile: Profile, staged: StagedModel) -> None:
+    """Refuse a profile that does not know of a message that the stages send."""
+    ports = [(stage.index, port) for stage in staged.stages for port in stage.inputs]
+    sent = {(port.source[1], index) for index, port in ports if port.source[0] == "stage"}
+    known = {(edge.source, edge.target) for edge in profile.edges}
+    if missing := sorted(sent - known):
+        raise UsageError(
+            f"a value goes from stage {missing[0][0]} to stage {missing[0][1]}, the profile has no such edge",
+            where="profile.edges",
+            needed=sorted(sent),
+            given=sorted(known),
+            fix="add Edge(source, target, ...) to the profile, or let compile() measure one",
+        )
+
+
+def _evenly(num_stages: int, num_ranks: int) -> Placement:
+    """Return neighbouring stages on one rank, as many on each as can be."""
+    return Placement(tuple(s * num_ranks // num_stages for s in range(num_stages)))
+
+
+def _placement(options: CompileOptions, num_ranks: int) -> Placement | None:
+    """Return the placement that was asked for; None for ``auto``."""
+    stages, chosen = options.num_stages, options.placement
+    if isinstance(chosen, Placement):
+        if chosen.num_stages != stages or chosen.num_ranks != num_ranks:
+            raise UsageError(
+                "the placement does not fit",
+                needed=f"{stages} stages on {num_ranks} ranks",
+                given=f"{chosen.num_stages} stages on {chosen.num_ranks} ranks",
+            )
+        return chosen
+    if stages < num_ranks:
+        raise UsageError(
+            f"{num_ranks} ranks cannot share {stages} stages",
+            fix="ask for at least as many stages as ranks",
+        )
+    if chosen == "auto":
+        return None
+    if stages % num_ranks:
+        raise UsageError(
+            f"placement {chosen!r} needs the same number of stages on every rank",
+            needed=f"a multiple of {num_ranks} stages",
+            given=stages,
+        )
+    return Placement.named(chosen, num_ranks, stages // num_ranks)
+
+
+def _agree(options: CompileOptions, group: PipelineGroup, call: CallForm, staged: StagedModel) -> None:
+    """Refuse to start where the ranks were asked for different things."""
+    group.agree(
+        {
+            "microbatches": str(call.num_microbatches),
+            "stage graphs": " ".join(s.signature_hash() for s in staged.stages),
+            "batch": f"{call.plan.names} {call.plan.sliced} {call.plan.shapes}",
+            **options.agreed_parts(),
+            "tied parameters": _tied_state(staged),
+        }
+    )
+
+
+def _tied_state(staged: StagedModel) -> str:
+    """Return a hash of the parameters that several stages hold: their copies must start equal."""
+    digest = hashlib.sha256()
+    for name in tied_holders([s.trainable for s in staged.stages]):
+        tensor = staged.captured.state[name].detach()
+        if tensor.is_meta:
+            continue  # `Stage.materialize` gives all copies the same value
+        value = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+        digest.update(value.numpy().tobytes())
+    return digest.hexdigest()

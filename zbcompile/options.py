@@ -1,0 +1,116 @@
+"""What `zbcompile.compile` was asked for: one frozen record that travels whole. No torch is loaded here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from zbcompile.errors import UsageError
+from zbcompile.schedule.costs import Profile
+from zbcompile.schedule.devices import Device
+from zbcompile.schedule.ir import Placement, Schedule
+from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed import ProcessGroup
+
+    from zbcompile.passes.partition.partition import Policy
+    from zbcompile.passes.split.split_backward import Recompute
+
+__all__ = ["NAMED_PLACEMENTS", "CompileOptions", "MemoryLimit", "PlacementName"]
+
+MemoryLimit = int | tuple[int | None, ...] | None
+"""Bytes for every rank, or for each one (None: no limit)."""
+
+PlacementName = Literal["auto", "linear", "looped", "v"]
+NAMED_PLACEMENTS: tuple[PlacementName, ...] = ("auto", "linear", "looped", "v")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """The arguments of `zbcompile.compile`, with its meanings; values that cannot be meant are refused here.
+
+    Attributes
+    ----------
+    profile
+        Costs to plan with, or the device to count them for; None: the stages are measured.
+    schedule
+        The order to run instead of a search; None: search.
+    whole
+        Tensors that every microbatch gets whole: positions of args, names of kwargs.
+
+    Raises
+    ------
+    UsageError
+        A count that is not positive, an unknown name, a limit that is no whole number of bytes.
+    """
+
+    model: nn.Module
+    num_stages: int
+    loss_fn: Callable[..., Tensor] | None = None
+    num_microbatches: int | None = None
+    memory_limit: MemoryLimit = None
+    placement: PlacementName | Placement = "auto"
+    objective: str = "span"
+    transport: str = "async"
+    profile: Profile | Device | None = None
+    schedule: Schedule | None = None
+    num_ranks: int | None = None
+    group: ProcessGroup | None = None
+    seed: int = 0
+    recompute: Recompute = "none"
+    split_points: Sequence[str] | Policy | None = None
+    backend: str = "eager"
+    verify: bool | None = None
+    time_limit_s: float = 10.0
+    one_communicator: bool = False
+    scale_grads: bool = True
+    whole: tuple[str | int, ...] = ()
+    stall_limit_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        _check_count("num_stages", self.num_stages)
+        for name in ("num_microbatches", "num_ranks"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name))
+        _check_name("objective", self.objective, OBJECTIVES)
+        _check_name("transport", self.transport, TRANSPORTS)
+        if not isinstance(self.placement, Placement):
+            _check_name("placement", self.placement, NAMED_PLACEMENTS)
+        limits = self.memory_limit if isinstance(self.memory_limit, tuple) else (self.memory_limit,)
+        for limit in limits:
+            if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+                raise UsageError(
+                    "memory_limit must be whole bytes, for all ranks or a list with one entry for each",
+                    given=repr(limit),
+                    fix="write for instance memory_limit=4 << 30 for 4 GiB",
+                )
+
+    def agreed_parts(self) -> dict[str, str]:
+        """Everything that all ranks must have been asked for alike, as text by name.
+
+        The model, the loss and the cuts are compared by the graphs that they become; the group is each
+        process's own handle.
+        """
+        parts = {
+            name: repr(getattr(self, name))
+            for name in self.__dataclass_fields__
+            if name not in _COMPARED_ELSEWHERE
+        }
+        schedule, profile = parts.pop("schedule"), parts.pop("profile")
+        return {"plan": schedule, "profile": profile, "options": repr(parts)}
+
+
+_COMPARED_ELSEWHERE = ("model", "loss_fn", "group", "split_points")
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} must be a positive whole number", given=value)
+
+
+def _check_name(what: str, value: Any, known: Sequence[str]) -> None:
+    if value not in known:
+        raise UsageError(f"unknown {what} {value!r}", needed=" or ".join(known))
