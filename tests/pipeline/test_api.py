@@ -343,8 +343,8 @@ def test_a_failing_step_hands_over_no_gradient() -> None:
 
         run_backward_input = run_full_backward
 
-    built = pipeline._ready()
-    object.__setattr__(built.setup, "stages", (built.setup.stages[0], Broken()))
+    spec = pipeline._ready().spec
+    object.__setattr__(spec, "stages", (spec.stages[0], Broken()))
     refusal(lambda: pipeline.step(x, target=y), PipelineError, "out of luck", "rank 1", "stage 1")
     assert all(p.grad is None for p in model.parameters())
 

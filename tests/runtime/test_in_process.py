@@ -26,7 +26,7 @@ from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import PipelineError
 from zbcompile.passes.lower.codegen import emit
 from zbcompile.runtime.local_runner import LocalRunner
-from zbcompile.runtime.wire_format import Layout
+from zbcompile.runtime.wire_format import WireFormat
 from zbcompile.runtime.wiring import Wiring
 from zbcompile.schedule.check import check
 from zbcompile.schedule.communication import insert_communication
@@ -217,7 +217,7 @@ def test_any_tensor_survives_the_wire(tensor: Tensor) -> None:
         name, shape, stride = "x", tuple(tensor.shape), tensor.stride()
         dtype, device = tensor.dtype, tensor.device
 
-    layout = Layout.of(Port())  # type: ignore[arg-type]
+    layout = WireFormat.of(Port())  # type: ignore[arg-type]
     packed, arrived = layout.pack(tensor), layout.buffer()
     for message in (packed, arrived):
         assert message.is_contiguous()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.support.hand_stages import hand_batch, hand_case, hand_reference, hand_stages, hand_state
+from zbcompile.compiler.load import make_runner
 from zbcompile.compiler.lower import lower
 from zbcompile.passes.lower.codegen import emit
 from zbcompile.passes.lower.insert_comm import insert_comm
@@ -181,7 +182,7 @@ def inherited(rank: int, pipelines: dict[str, Any], num_steps: int) -> dict[str,
     for name, (pipeline, call) in pipelines.items():
         built = pipeline._ready()
         built.group = group
-        built.runner = built.make_runner(built.setup, built.plan.texts, {})
+        built.runner = make_runner(built.options, built.group, built.spec, built.programs, {})
         found[name] = train_steps(pipeline, call, num_steps)
         pipeline.synchronize()
     return found
