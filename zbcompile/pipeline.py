@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from zbcompile.compiler.build import build
 from zbcompile.compiler.call import Batch
 from zbcompile.compiler.compiled import CompiledPipeline, StepResult
-from zbcompile.compiler.observe import Observer, observer_from_environment
+from zbcompile.compiler.dump import observer_from_environment
+from zbcompile.compiler.observe import Observer
 from zbcompile.errors import UsageError
 from zbcompile.formats import profile_json
 from zbcompile.formats.detect import load_schedule

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import zbcompile
 from zbcompile.compiler import stages
+from zbcompile.compiler.dump import dump_to
 from zbcompile.compiler.graph_text import graph_text
-from zbcompile.compiler.observe import dump_to
 from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import UsageError
 from zbcompile.passes.split.staged_model import StagedModel

@@ -1,7 +1,7 @@
 """The one way from an order to what runs: merge_backward, insert_comm, check; then codegen.
 
-`zbcompile.compile`, ``zbcompile plan``, ``convert`` and ``rehearse`` and evaluation all lower here, so that the
-order in a file is the order that is compiled. No torch is loaded.
+`zbcompile.compile`, ``zbcompile plan``, ``convert`` and ``rehearse``, and evaluation all lower here, so that
+the order in a file is the order that is compiled. No torch is loaded.
 """
 
 from __future__ import annotations

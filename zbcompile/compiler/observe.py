@@ -1,25 +1,10 @@
-"""Watching the compiler: an observer is called after each step, before the next one begins.
-
-``ZBCOMPILE_DUMP=directory`` (or `dump_to`) writes what every step left::
-
-    00-capture.txt  01-fold_constant_masks.txt  02-partition.txt
-    03-split_backward/stage-0/forward.txt       one file per stage and phase
-    04-verify.txt  05-measure.txt  06-plan.txt  07-merge_backward.txt ...
-"""
+"""Watching the compiler: an observer is called after each step, before the next one begins."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
-from zbcompile.formats import profile_json, schedule_json
-from zbcompile.formats.files import write_text
-from zbcompile.schedule.costs import Profile
-from zbcompile.schedule.ir import Schedule
-from zbcompile.schedule.solution import Solution
-
-__all__ = ["Observer", "dump_to", "observer_from_environment", "quiet"]
+__all__ = ["Observer", "quiet"]
 
 Observer = Callable[[str, object], None]
 """Called with the name of a step and its artifact, as that step left it."""
@@ -27,60 +12,3 @@ Observer = Callable[[str, object], None]
 
 def quiet(name: str, artifact: object) -> None:
     """Do nothing: the default observer."""
-
-
-def observer_from_environment() -> Observer:
-    """Return the observer that ``ZBCOMPILE_DUMP`` asks for, or `quiet`."""
-    directory = os.environ.get("ZBCOMPILE_DUMP")
-    return dump_to(directory) if directory else quiet
-
-
-def dump_to(directory: str | os.PathLike[str]) -> Observer:
-    """Return an observer that writes every artifact below a directory, numbered in order.
-
-    Files appear whole (written aside, then renamed).
-
-    Raises
-    ------
-    UsageError
-        By the observer: the place cannot be written.
-    """
-    folder, count = Path(directory), 0
-    folder.mkdir(parents=True, exist_ok=True)
-
-    def write(name: str, artifact: object) -> None:
-        nonlocal count
-        place = folder / f"{count:02d}-{name}"
-        count += 1
-        files = _stage_files(artifact)
-        for path, text in files:
-            (place / path).parent.mkdir(parents=True, exist_ok=True)
-            write_text(place / path, text)
-        if not files:
-            write_text(place.with_suffix(".txt"), _as_text(artifact) + "\n")
-
-    return write
-
-
-def _stage_files(artifact: object) -> list[tuple[Path, str]]:
-    """Return the files of compiled stages; empty for any other artifact."""
-    if not isinstance(artifact, tuple) or not artifact or not hasattr(artifact[0], "graphs"):
-        return []
-    from zbcompile.compiler.graph_text import stage_files
-
-    return stage_files(artifact)
-
-
-def _as_text(artifact: object) -> str:
-    if isinstance(artifact, tuple):
-        return "\n\n".join(map(_as_text, artifact))
-    if isinstance(artifact, str | Schedule):
-        return str(artifact)
-    if isinstance(artifact, Profile):
-        return profile_json.dumps(artifact)
-    if isinstance(artifact, Solution):
-        return schedule_json.dumps(artifact)
-    module = getattr(artifact, "module", artifact)
-    if hasattr(module, "print_readable"):
-        return str(module.print_readable(print_output=False))
-    return str(artifact)
