@@ -88,6 +88,39 @@ class CompileOptions:
                     fix="write for instance memory_limit=4 << 30 for 4 GiB",
                 )
 
+        if self.schedule is not None:
+            self._check_beside_schedule(self.schedule)
+
+    def _check_beside_schedule(self, schedule: Schedule) -> None:
+        """Refuse what contradicts the order that was given."""
+        beside = (
+            ("num_stages", self.num_stages, schedule.num_stages),
+            ("num_microbatches", self.num_microbatches, schedule.num_microbatches),
+            ("num_ranks", self.num_ranks, schedule.num_ranks),
+        )
+        for name, asked, given in beside:
+            if asked is not None and asked != given:
+                raise UsageError(
+                    f"the schedule has another {name}",
+                    needed=f"{name}={asked}, as asked for",
+                    given=f"{given} in the schedule",
+                    fix=f"leave {name} out or give {name}={given}, or plan another schedule",
+                )
+        placement = self.placement
+        if placement == "auto":
+            return
+        name = placement if isinstance(placement, str) else placement.name
+        same = (
+            schedule.placement.name == name if isinstance(placement, str) else schedule.placement == placement
+        )
+        if not same:
+            raise UsageError(
+                "the schedule has another placement",
+                needed=f"{name}, as asked for",
+                given=f"{schedule.placement.name}: {list(schedule.placement.rank_of)}",
+                fix="leave placement out, or plan another schedule",
+            )
+
     def agreed_parts(self) -> dict[str, str]:
         """Everything that all ranks must have been asked for alike, as text by name.
 

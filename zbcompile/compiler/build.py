@@ -12,7 +12,6 @@ from zbcompile.compiler.lower import lower
 from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.compiler.planning import keep_order_of_changes, plan_for_all
 from zbcompile.compiler.stages import build_stages
-from zbcompile.errors import UsageError
 from zbcompile.options import CompileOptions
 from zbcompile.runtime.group import PipelineGroup
 
@@ -35,9 +34,7 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
     """
     # 1. Who runs it, and what one call of it looks like.
     group = PipelineGroup.present(options.group, options.stall_limit_s)
-    if group is not None:
-        group.require_size(options.num_ranks)
-    num_ranks = group.size if group is not None else (options.num_ranks or options.num_stages)
+    num_ranks = _num_ranks(options, group)
     call = CallForm(batch, options.whole, _num_microbatches(options, batch, num_ranks))
 
     # 2. capture -> fold_constant_masks -> partition -> split_backward -> verify
@@ -75,15 +72,17 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
     return CompiledPipeline(options, group, call, staged, plan, programs)
 
 
+def _num_ranks(options: CompileOptions, group: PipelineGroup | None) -> int:
+    """Return the group's size, the schedule's number, the one asked for, or one rank per stage."""
+    wanted = options.num_ranks if options.schedule is None else options.schedule.num_ranks
+    if group is None:
+        return wanted or options.num_stages
+    group.require_size(wanted)
+    return group.size
+
+
 def _num_microbatches(options: CompileOptions, batch: Batch, num_ranks: int) -> int:
     """Return the schedule's number, the one asked for, or the largest divisor up to twice the ranks."""
     if options.schedule is not None:
-        given = options.schedule.num_microbatches
-        if options.num_microbatches not in (None, given):
-            raise UsageError(
-                "the schedule has another number of microbatches",
-                needed=options.num_microbatches,
-                given=given,
-            )
-        return given
+        return options.schedule.num_microbatches
     return options.num_microbatches or batch.most_microbatches(2 * num_ranks)

@@ -68,6 +68,7 @@ def profile_and_plan(
     profile = _profile(options, call, staged, observer)
     solution = solve(options, profile, num_ranks, call.num_microbatches)
     observer("plan", solution)
+    _check_variants(solution)
     return solution
 
 
@@ -132,6 +133,22 @@ def _profile(options: CompileOptions, call: CallForm, staged: StagedModel, obser
     profile = measure(staged.stages, staged.captured.state, call.flat_example)
     observer("measure", profile)
     return profile
+
+
+def _check_variants(solution: Solution) -> None:
+    """Refuse a plan that counts on variants of stages: the stages here are built without them."""
+    chosen = [(stage, k) for stage, k in enumerate(solution.variants) if k]
+    if chosen:
+        stage, k = chosen[0]
+        name = solution.problem.profile.stages[stage].name
+        raise UsageError(
+            f"the plan runs stage {stage} as its variant {k}{f' ({name})' if name else ''}, "
+            "which compile() does not build",
+            where="profile.stages[...].variants",
+            needed="stages without variants",
+            given=f"variants {list(solution.variants)}",
+            fix="give a profile without variants, and compile(recompute=...) for what the variant stands for",
+        )
 
 
 def _check_edges(profile: Profile, staged: StagedModel) -> None:
