@@ -1,7 +1,7 @@
 """The spine: from what `zbcompile.compile` was asked for to something that runs.
 
 Read `build` from top to bottom. An observer is called after each step, before the next begins, with the
-step's name and artifact; ``ZBCOMPILE_DUMP=directory`` writes every artifact as text (`compiler.observe`).
+step's name and artifact; ``ZBCOMPILE_DUMP=directory`` writes every artifact as text (`compiler.dump`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
     00-capture.txt  01-fold_constant_masks.txt  02-partition.txt
     03-split_backward/stage-0/forward.txt       one file per stage and phase
-    04-verify.txt  05-measure.txt  06-plan.txt  07-merge_backward.txt ...
+    04-backend/stage-0/forward.txt              the same with the backend's calls
+    05-verify.txt  06-measure.txt  07-plan.txt  08-merge_backward.txt ...
 """
 
 from __future__ import annotations
