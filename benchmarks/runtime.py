@@ -38,7 +38,7 @@ from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.launch import spawn, spawn_outcomes
 from zbcompile.runtime.sleeping import sleeping_stages
-from zbcompile.runtime.verbs import PipelineSpec, Step
+from zbcompile.runtime.spec import PipelineSpec, Step
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule

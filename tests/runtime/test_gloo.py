@@ -1,5 +1,4 @@
-"""One process per rank over gloo: the bits of one process, and one named error on every rank when one
-fails."""
+"""One process per rank over gloo: the bits of one process, and the same error on all ranks when one fails."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ def test_fifty_random_legal_orders_give_the_bits_of_autograd() -> None:
 
 @pytest.mark.parametrize("large_bytes", [1, 41])
 def test_messages_sent_by_the_thread_have_the_same_bits(large_bytes: int) -> None:
-    """All of them, then only the sums of tied weights."""
+    """The thread sends all messages, then only the sums of tied weights."""
     ran = spawn(gloo_workers.random_orders, 6, (list(range(12)), large_bytes), timeout_s=120)
     assert ran[0] == ran[1] == 12
 
@@ -46,7 +45,7 @@ def compiled(name: str) -> tuple[zbcompile.Pipeline, dict[str, Any]]:
 
 
 def test_three_optimizer_steps_have_the_bits_of_one_process() -> None:
-    """Four models; the processes are copies of this one, with the models compiled."""
+    """Four models, compiled here: the processes are copies of this one."""
     pipelines = {name: compiled(name) for name in MODELS}
     records = spawn(gloo_workers.inherited, NUM_RANKS, (pipelines, STEPS), timeout_s=300, inherit=True)
     for name, (pipeline, call) in pipelines.items():
@@ -77,7 +76,7 @@ def _compare(here: dict[str, Any], there: list[dict[str, Any]]) -> None:
 
 
 def survivors(outcomes: list[Outcome], gone: int | None) -> str:
-    """All surviving ranks end with exit code 1 and the same PipelineError, whose text is returned."""
+    """Return the text of the one PipelineError with which, and with exit code 1, all surviving ranks end."""
     messages = set()
     for outcome in outcomes:
         if outcome.rank == gone:

@@ -1,7 +1,6 @@
-"""On a GPU: all stages on one device in one process; with two or more devices, one process per rank over
-NCCL.
+"""On GPUs: all stages on one device in one process; with two devices, one process per rank over NCCL.
 
-Collected only where CUDA is found.
+Collected only if CUDA is there.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""All ranks in one process: random orders give autograd's bits, memory is what was planned, failures
-are named."""
+"""All ranks in one process: random orders give autograd's bits, memory is as planned, errors say where."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def test_chosen_receive_depth_and_send_slots_finish(seed: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["rendezvous", "batched"])
-def test_other_transports_give_the_same_bits(transport: str) -> None:
+def test_other_send_modes_give_the_same_bits(transport: str) -> None:
     front = chain_front(3)
     problem = problem_for(front, Placement.linear(3), 4).with_(transport=transport)
     order = []
@@ -94,8 +93,7 @@ def test_tied_parameters_get_the_sum_over_their_stages_once() -> None:
 
 
 def test_no_more_saved_values_live_than_planned() -> None:
-    """Microbatches of which anything saved by F is alive: at most as many as the order has between F and
-    W."""
+    """At most as many microbatches have saved values alive as the order has between F and W."""
     front = chain_front(3)
     problem = problem_for(front, Placement.linear(3), 8)
     for seed in range(6):
@@ -103,8 +101,8 @@ def test_no_more_saved_values_live_than_planned() -> None:
         most = [0, 0, 0]
 
         def watch(runner: LocalRunner, most: list[int] = most) -> None:
-            stages = [_Counting(stage, most) for stage in runner.setup.stages]
-            object.__setattr__(runner.setup, "stages", tuple(stages))
+            stages = [_Counting(stage, most) for stage in runner.spec.stages]
+            object.__setattr__(runner.spec, "stages", tuple(stages))
 
         run_here(front, schedule, programs_for(schedule, problem), watch)
         assert most == [_most_in_flight(row) for row in schedule.order]
@@ -180,7 +178,7 @@ def test_an_error_in_a_stage_names_the_action_and_keeps_its_traceback() -> None:
 
     def watch(runner: LocalRunner) -> None:
         stages = (front.stages[0], Broken(), front.stages[2])
-        object.__setattr__(runner.setup, "stages", stages)
+        object.__setattr__(runner.spec, "stages", stages)
 
     with pytest.raises(
         PipelineError, match="no such thing .*rank 1, stage 1, microbatch 1, forward"
@@ -217,17 +215,17 @@ def test_any_tensor_survives_the_wire(tensor: Tensor) -> None:
         name, shape, stride = "x", tuple(tensor.shape), tensor.stride()
         dtype, device = tensor.dtype, tensor.device
 
-    layout = WireFormat.of(Port())  # type: ignore[arg-type]
-    packed, arrived = layout.pack(tensor), layout.buffer()
+    wire_format = WireFormat.of(Port())  # type: ignore[arg-type]
+    packed, arrived = wire_format.pack(tensor), wire_format.buffer()
     for message in (packed, arrived):
         assert message.is_contiguous()
         assert not message.is_conj()
         assert not message.is_neg()
-        assert message.numel() * message.element_size() == layout.num_bytes
+        assert message.numel() * message.element_size() == wire_format.num_bytes
     arrived.copy_(packed)
-    back = layout.unpack(arrived)
+    back = wire_format.unpack(arrived)
     assert torch.equal(back, tensor)
-    assert back.stride() == layout.stride
+    assert back.stride() == wire_format.stride
 
 
 def test_both_ends_of_a_message_agree_on_its_tensors() -> None:

@@ -1,4 +1,4 @@
-"""What the processes of the gloo tests run. Importable, as the processes are started from nothing."""
+"""What the processes of the gloo tests run. Importable, because the processes are started from nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zbcompile.runtime.channels import gloo
 from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.sleeping import Sleeping, sleeping_stages
-from zbcompile.runtime.verbs import PipelineSpec, Step
+from zbcompile.runtime.spec import PipelineSpec, Step
 from zbcompile.schedule.costs import Edge, Profile, StageCost
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
 from zbcompile.schedule.problem import Problem
@@ -80,8 +80,10 @@ class Faulty(Sleeping):
 def train(
     rank: int, fault: str, faulty_rank: int, limit_s: float, folder: str, large_bytes: int | None = None
 ) -> str:
-    """Three steps; the number of optimizer steps taken goes to a file. One rank fails in the second.
-    Messages of ``large_bytes`` or more are sent by the transport's thread."""
+    """Run three steps, of which one rank fails in the second; the number of finished steps goes to a file.
+
+    Messages of ``large_bytes`` or more are sent by the channels' thread.
+    """
     if large_bytes is not None:
         gloo._LARGE_BYTES = large_bytes
     schedule, profile = one_f_one_b(), sleeping_profile()
@@ -94,8 +96,8 @@ def train(
     stages: tuple[Any, ...] = sleeping_stages(profile, torch.device("cpu"))
     if bad:
         stages = (*stages[:rank], Faulty(rank, profile, fault), *stages[rank + 1 :])
-    setup = PipelineSpec(stages, schedule.placement, schedule.num_microbatches)
-    runner = DistributedRunner(group, setup, texts[rank], torch.device("cpu"), limit_s)
+    spec = PipelineSpec(stages, schedule.placement, schedule.num_microbatches)
+    runner = DistributedRunner(group, spec, texts[rank], torch.device("cpu"), limit_s)
     for step in range(NUM_STEPS):
         runner.run(Step([[] for _ in range(NUM_MICROBATCHES)], step), {})
         counted.write_text(str(step + 1))
@@ -105,8 +107,10 @@ def train(
 
 
 def random_orders(rank: int, seeds: list[int], large_bytes: int | None = None) -> int:
-    """Random legal orders with hand-made stages; gradients must have autograd's bits. Returns how many
-    ran. Messages of ``large_bytes`` or more are sent by the transport's thread."""
+    """Run random legal orders of hand-made stages; gradients must have autograd's bits. Return how many ran.
+
+    Messages of ``large_bytes`` or more are sent by the channels' thread.
+    """
     if large_bytes is not None:
         gloo._LARGE_BYTES = large_bytes
     groups = {p: dist.new_group(list(range(p))) for p in range(2, dist.get_world_size() + 1)}
@@ -126,14 +130,14 @@ def random_orders(rank: int, seeds: list[int], large_bytes: int | None = None) -
         tied = seed % 3 == 0
         lowered = insert_comm(schedule, problem)
         texts = emit(lowered.schedule, problem, None, lowered.send_slots)
-        setup = PipelineSpec(hand_stages(count, tied), problem.placement, m)
+        spec = PipelineSpec(hand_stages(count, tied), problem.placement, m)
         runner = DistributedRunner(
-            pipelines[p], setup, texts[rank], torch.device("cpu"), 60.0, owns_group=False
+            pipelines[p], spec, texts[rank], torch.device("cpu"), 60.0, owns_group=False
         )
         state = hand_state(count)
         sums = runner.run(Step(hand_batch(m)), state)
         expected = hand_reference(count, m, tied)
-        names = {s.weight for s in setup.stages if problem.placement.rank_of[s.index] == rank}  # type: ignore[attr-defined]
+        names = {s.weight for s in spec.stages if problem.placement.rank_of[s.index] == rank}  # type: ignore[attr-defined]
         assert sums.keys() == names, (seed, sorted(sums), sorted(names))
         for name, total in sums.items():
             if tied and name == "w0":
@@ -147,14 +151,14 @@ def random_orders(rank: int, seeds: list[int], large_bytes: int | None = None) -
 
 
 def large_and_small(rank: int) -> list[int]:
-    """Two steps of a V whose channels carry large and small messages in turn; how many F's each rank ran."""
+    """Run two steps of a V whose channels carry large and small messages in turn; return each rank's F's."""
     large, small = gloo._LARGE_BYTES + 1, 64
     edges = (Edge(0, 1, large, small), Edge(1, 2, large, large), Edge(2, 3, small, small))
     costs = Profile((StageCost.simple(1_000_000, 1_000_000, 1_000_000, 2, 1),) * 4, edges)
     planned = lower(plan(Problem.of(costs, Placement.v(2), 6), time_limit_s=1.0), merge=True)
-    setup = PipelineSpec(sleeping_stages(costs, torch.device("cpu")), planned.schedule.placement, 6)
+    spec = PipelineSpec(sleeping_stages(costs, torch.device("cpu")), planned.schedule.placement, 6)
     runner = DistributedRunner(
-        PipelineGroup(None, 30.0), setup, planned.programs()[rank], torch.device("cpu"), 30.0
+        PipelineGroup(None, 30.0), spec, planned.programs()[rank], torch.device("cpu"), 30.0
     )
     for step in range(2):
         runner.run(Step([[] for _ in range(6)], step), {})
@@ -165,7 +169,7 @@ def large_and_small(rank: int) -> list[int]:
 
 
 def from_scratch(rank: int, name: str, num_steps: int) -> dict[str, Any]:
-    """Optimizer steps of a model, compiled in every process as under torchrun."""
+    """Train a model that every process compiles for itself, as under torchrun."""
     model, call, loss_fn = MODELS[name]()
     with zbcompile.compile(
         model, 4, loss_fn=loss_fn, num_microbatches=4, time_limit=0.5, profile=even_profile(), seed=7
@@ -176,7 +180,7 @@ def from_scratch(rank: int, name: str, num_steps: int) -> dict[str, Any]:
 
 
 def inherited(rank: int, pipelines: dict[str, Any], num_steps: int) -> dict[str, Any]:
-    """The same for models that were compiled in one process before this one was copied from it."""
+    """Train models that were compiled in the process that this one is a copy of."""
     found = {}
     group = PipelineGroup(None, 120.0)
     for name, (pipeline, call) in pipelines.items():
@@ -274,7 +278,7 @@ MODELS = {"mlp": _mlp, "cnn": _cnn, "gpt2": _gpt2, "llama": _llama}
 
 
 def wrong_shape(rank: int, bad_rank: int) -> None:
-    """One rank gives a batch of another width in the second step."""
+    """Give a batch of another width in the second step, on one rank."""
     model, call, loss_fn = _mlp()
     pipeline = zbcompile.compile(
         model, 4, loss_fn=loss_fn, num_microbatches=4, profile=even_profile(), time_limit=0.5
@@ -285,7 +289,7 @@ def wrong_shape(rank: int, bad_rank: int) -> None:
 
 
 def different_seed(rank: int) -> None:
-    """One rank asks for another random seed."""
+    """Ask for another random seed on rank 2."""
     model, call, loss_fn = _mlp()
     zbcompile.compile(
         model,
@@ -300,7 +304,7 @@ def different_seed(rank: int) -> None:
 
 
 def cramped(rank: int) -> None:
-    """Rank 0 finds that nothing fits."""
+    """Ask for so little memory that rank 0 finds no order."""
     model, call, loss_fn = _mlp()
     zbcompile.compile(
         model,
@@ -315,7 +319,7 @@ def cramped(rank: int) -> None:
 
 
 def evaluated(rank: int) -> Any:
-    """A step, then an evaluation: what each rank gets back, and the measured timeline."""
+    """Run a step, then an evaluation; return what this rank gets of both, and the measured timeline."""
     model, call, loss_fn = _mlp()
     (x,), y = call["args"], call["target"]
     with zbcompile.compile(

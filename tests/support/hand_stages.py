@@ -1,5 +1,4 @@
-"""Stages written by hand, without capture: y = tanh(x w), the first one's y again in the last, a tied
-weight."""
+"""Stages written by hand, without capture: y = tanh(x w), a skip from first to last, a tied weight."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from tests.support.runtime_helpers import random_placement
 from tests.support.strategies import greedy_order
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
-from zbcompile.schedule.ir import Schedule
+from zbcompile.schedule.ir import Placement, Schedule
 from zbcompile.schedule.problem import Problem
 
 WIDTH, ROWS = 5, 2
@@ -22,12 +21,15 @@ WIDTH, ROWS = 5, 2
 
 @dataclass(frozen=True)
 class HandPort:
+    """One tensor of a hand-made stage; the fields are those of the runtime's `PortLike`."""
+
     name: str
     source: tuple[str, int]
     targets: tuple[int, ...] = ()
     has_gradient: bool = True
     shape: tuple[int, ...] = (ROWS, WIDTH)
     stride: tuple[int, ...] = (WIDTH, 1)
+    grad_stride: tuple[int, ...] = ()
     is_result: bool = False
     is_loss: bool = False
     dtype: torch.dtype = torch.float32
@@ -35,7 +37,7 @@ class HandPort:
 
 
 class HandStage:
-    """Stage k of n. The last one returns the loss sum((y + y of stage 0) * target)."""
+    """Stage ``index`` of ``count``. The last one returns the loss sum((y + y of stage 0) * target)."""
 
     def __init__(self, index: int, count: int, tied: bool = False, skip: bool = True) -> None:
         self.index, self.last = index, index == count - 1
@@ -52,7 +54,9 @@ class HandStage:
         extra = (HandPort("y0", ("stage", 0)), HandPort("target", ("batch", 1), has_gradient=False))
         self.inputs = (before, *(extra if self.skips else extra[1:])) if self.last else (before,)
         if self.last:
-            self.outputs = (HandPort("loss", ("stage", index), (), True, (), (), True, True),)
+            self.outputs = (
+                HandPort("loss", ("stage", index), (), True, (), (), is_result=True, is_loss=True),
+            )
         else:
             targets = sorted({index + 1, *([count - 1] if index == 0 and skip else [])})
             self.outputs = (HandPort(f"y{index}", ("stage", index), tuple(targets)),)
@@ -93,9 +97,6 @@ class HandStage:
         grads, rest = self.run_backward_input(saved, output_grads)
         return grads, self.run_backward_weight(rest)
 
-    def signature_hash(self) -> str:
-        return f"hand {self.index}"
-
 
 def hand_stages(count: int, tied: bool = False, skip: bool = True) -> tuple[HandStage, ...]:
     return tuple(HandStage(k, count, tied and count > 1, skip) for k in range(count))
@@ -116,7 +117,7 @@ def hand_batch(num_microbatches: int) -> list[list[Tensor]]:
 def hand_reference(
     count: int, num_microbatches: int, tied: bool = False, skip: bool = True
 ) -> dict[str, Tensor]:
-    """One microbatch after the other through all stages and back, gradients added as they come."""
+    """Return gradients added as they come, one microbatch after the other through all stages and back."""
     state, stages = hand_state(count), hand_stages(count, tied, skip)
     sums: dict[str, Tensor] = {}
     with torch.no_grad():
@@ -140,7 +141,7 @@ def hand_reference(
 def hand_autograd(
     count: int, num_microbatches: int, tied: bool = False, skip: bool = True
 ) -> dict[str, Tensor]:
-    """The same by autograd: equal up to rounding, which is the stages' own."""
+    """Return the same by autograd: equal up to rounding, which is the stages' own."""
     state, skip = hand_state(count), skip and count > 2
     for x, target in hand_batch(num_microbatches):
         first = y = x
@@ -151,17 +152,19 @@ def hand_autograd(
     return {n: p.grad for n, p in state.items() if p.grad is not None}
 
 
-def hand_problem(rank_of: Any, count: int, num_microbatches: int, skip: bool = True) -> Problem:
+def hand_problem(placement: Placement, count: int, num_microbatches: int, skip: bool = True) -> Problem:
     edges = [Edge(s, s + 1, 40, 40) for s in range(count - 1)]
     if count > 2 and skip:
         edges.append(Edge(0, count - 1, 40, 40))
     profile = Profile((StageCost.simple(1000, 1100, 800),) * count, tuple(edges), Link(60))
-    return Problem.of(profile, rank_of, num_microbatches)
+    return Problem.of(profile, placement, num_microbatches)
 
 
 def hand_case(seed: int, max_ranks: int = 6) -> tuple[Problem, Schedule]:
-    """Any placement of up to 12 stages on 2 to ``max_ranks`` ranks, a random legal order of up to 8
-    microbatches."""
+    """Return a random legal order of up to 8 microbatches on any placement, and its problem.
+
+    Up to 12 stages on 2 to ``max_ranks`` ranks.
+    """
     random = Random(seed)
     placement = random_placement(random, max_ranks, tuple(range(2, 13)))
     while placement.num_ranks < 2:

@@ -15,9 +15,9 @@ from zbcompile.compiler.stages import build_stages
 from zbcompile.passes.profile.measure import edges_of
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.planner.imported import rated
-from zbcompile.runtime.gradients import hand_over
+from zbcompile.runtime.gradients import hand_over, parameters_of
 from zbcompile.runtime.local_runner import LocalRunner
-from zbcompile.runtime.verbs import PipelineSpec, Step, parameters_of
+from zbcompile.runtime.spec import PipelineSpec, Step
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement, Schedule
 from zbcompile.schedule.problem import Problem
@@ -42,13 +42,13 @@ class Chain(nn.Module):
 
 
 def make_chain(tied: bool = False) -> Chain:
-    """The same weights every time."""
+    """Return a chain with the same weights every time."""
     torch.manual_seed(0)
     return Chain(tied)
 
 
 def batch(num_microbatches: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, two rows a microbatch; the same every time."""
+    """Return inputs and targets, two rows per microbatch; the same every time."""
     generator = torch.Generator().manual_seed(1)
     shape = (2 * num_microbatches, WIDTH)
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
@@ -56,7 +56,7 @@ def batch(num_microbatches: int) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def chain_front(num_stages: int) -> StagedModel:
-    """The chain in stages; its model is ``chain_front(n).model``."""
+    """Return the chain in stages."""
     x, y = batch(1)
     model = make_chain()
     return build_stages(model, num_stages, (x,), target=y, loss_fn=nn.functional.mse_loss)
@@ -64,12 +64,12 @@ def chain_front(num_stages: int) -> StagedModel:
 
 @functools.cache
 def chain_reference(num_microbatches: int) -> dict[str, Tensor]:
-    """Gradients of a loop over the microbatches, divided by their number."""
+    """Return the gradients of a loop over the microbatches, divided by their number."""
     return reference(make_chain(), num_microbatches)
 
 
 def reference(model: nn.Module, num_microbatches: int) -> dict[str, Tensor]:
-    """The same for any model that takes x and the loss MSE."""
+    """Return the same for any model that takes x and the MSE loss."""
     x, y = batch(num_microbatches)
     for rows in range(0, len(x), 2):
         nn.functional.mse_loss(model(x[rows : rows + 2]), y[rows : rows + 2]).backward()
@@ -81,14 +81,14 @@ def reference(model: nn.Module, num_microbatches: int) -> dict[str, Tensor]:
 
 
 def problem_for(front: StagedModel, placement: Placement, num_microbatches: int) -> Problem:
-    """Unit-like costs, the model's true edges, a link with latency."""
+    """Return a problem with simple costs, the model's true edges, and a link with latency."""
     stage = StageCost.simple(1000, 1200, 700)
     profile = Profile((stage,) * placement.num_stages, edges_of(front.stages), Link(50))
     return Problem.of(profile, placement, num_microbatches)
 
 
 def random_placement(random: Random, max_ranks: int, stage_counts: tuple[int, ...]) -> Placement:
-    """Linear, looped, V or any map, on at most ``max_ranks``."""
+    """Return a linear, looped or V placement or any map, on at most ``max_ranks`` ranks."""
     stages = random.choice(stage_counts)
     ranks = random.randint(1, min(max_ranks, stages))
     kind = random.choice(("linear", "looped", "v", "map"))
@@ -102,7 +102,7 @@ def random_placement(random: Random, max_ranks: int, stage_counts: tuple[int, ..
 
 
 def random_case(seed: int, max_ranks: int, counts: tuple[int, ...]) -> tuple[StagedModel, Problem, Schedule]:
-    """A placement, a number of microbatches and a random legal order with random fusing."""
+    """Return a random legal order with random fusing, its problem, and the stages that it runs."""
     random = Random(seed)
     placement = random_placement(random, max_ranks, counts)
     front = chain_front(placement.num_stages)
@@ -111,7 +111,7 @@ def random_case(seed: int, max_ranks: int, counts: tuple[int, ...]) -> tuple[Sta
 
 
 def programs_for(schedule: Schedule, problem: Problem) -> tuple[str, ...]:
-    """Lowered and proved."""
+    """Insert communication, check, and return the program of every rank."""
     return lower(rated(schedule, problem), merge=False).programs()
 
 
@@ -121,9 +121,9 @@ def run_here(
     texts: tuple[str, ...],
     watch: Callable[[LocalRunner], None] | None = None,
 ) -> dict[str, Tensor]:
-    """One step in this process; gradients as they land in ``param.grad``."""
-    setup = PipelineSpec(front.stages, schedule.placement, schedule.num_microbatches)
-    runner = LocalRunner(setup, texts, {}, torch.device("cpu"))
+    """Run one step in this process; return the gradients as they land in ``param.grad``."""
+    spec = PipelineSpec(front.stages, schedule.placement, schedule.num_microbatches)
+    runner = LocalRunner(spec, texts, {}, torch.device("cpu"))
     if watch is not None:
         watch(runner)
     x, y = batch(schedule.num_microbatches)
@@ -135,6 +135,6 @@ def run_here(
 
 
 def fresh(value: Tensor) -> Tensor:
-    """The same value as a leaf without a gradient."""
+    """Return the same value as a leaf without a gradient."""
     data = value.detach().clone()
     return nn.Parameter(data) if isinstance(value, nn.Parameter) else data

@@ -1,5 +1,4 @@
-"""torch's own pipeline runtime on the hand-made stages, for the interop tests. Runs in processes of its
-own."""
+"""torch's own pipeline runtime on the hand-made stages, for the interop tests, in processes of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from tests.support.hand_stages import hand_batch, hand_stages, hand_state
 from zbcompile.formats import torch_csv
 from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
-from zbcompile.runtime.verbs import PipelineSpec, Step
+from zbcompile.runtime.spec import PipelineSpec, Step
 from zbcompile.schedule.ir import Schedule
 
 
@@ -32,7 +31,7 @@ class TorchStage(nn.Module):
 
 
 def in_torch(rank: int, text: str, form: str, rank_of: tuple[int, ...], count: int) -> dict[str, Tensor]:
-    """Run a CSV in torch's runtime; the gradients of this rank's stages, summed over microbatches."""
+    """Run a CSV in torch's runtime; return this rank's gradients, summed over microbatches."""
     state, device = hand_state(len(rank_of)), torch.device("cpu")
     modules = {s: TorchStage(state[f"w{s}"]) for s, r in enumerate(rank_of) if r == rank}
     stages = [PipelineStage(module, s, len(rank_of), device) for s, module in modules.items()]
@@ -53,15 +52,16 @@ def _loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def in_ours(rank: int, text: str, texts: tuple[str, ...]) -> dict[str, Tensor]:
-    """Run an imported CSV in our runtime: the gradients of this rank's stages."""
+    """Run an imported CSV in our runtime; return this rank's gradients."""
     schedule = torch_csv.loads(text).schedule
     return ours(rank, schedule, texts)
 
 
 def ours(rank: int, schedule: Schedule, texts: tuple[str, ...]) -> dict[str, Tensor]:
+    """Run an order in our runtime; return this rank's gradients."""
     count = schedule.num_stages
-    setup = PipelineSpec(hand_stages(count, skip=False), schedule.placement, schedule.num_microbatches)
-    runner = DistributedRunner(PipelineGroup(None, 60.0), setup, texts[rank], torch.device("cpu"), 60.0)
+    spec = PipelineSpec(hand_stages(count, skip=False), schedule.placement, schedule.num_microbatches)
+    runner = DistributedRunner(PipelineGroup(None, 60.0), spec, texts[rank], torch.device("cpu"), 60.0)
     sums = runner.run(Step(hand_batch(schedule.num_microbatches)), hand_state(count))
     runner.synchronize()
     runner.close()
@@ -69,5 +69,5 @@ def ours(rank: int, schedule: Schedule, texts: tuple[str, ...]) -> dict[str, Ten
 
 
 def both_ways(rank: int, cases: list[tuple[str, Any]]) -> list[dict[str, Tensor]]:
-    """Several cases in one set of processes."""
+    """Run several cases in one set of processes."""
     return [in_torch(rank, *args) if kind == "torch" else in_ours(rank, *args) for kind, args in cases]

@@ -18,11 +18,11 @@ from zbcompile.formats.measured_json import Measured
 from zbcompile.options import CompileOptions
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.split.staged_model import StagedModel
-from zbcompile.runtime.gradients import hand_over
+from zbcompile.runtime.gradients import hand_over, parameters_of
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.randomness import draws_random_numbers
+from zbcompile.runtime.spec import PipelineSpec, Step
 from zbcompile.runtime.stage_modules import Stage
-from zbcompile.runtime.verbs import PipelineSpec, Step, parameters_of
 
 __all__ = ["CompiledPipeline", "StepResult"]
 

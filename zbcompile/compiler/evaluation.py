@@ -21,7 +21,7 @@ from zbcompile.passes.profile.measure import edges_of
 from zbcompile.passes.split.forward_only import ForwardStage, forward_stages
 from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.runtime.group import PipelineGroup
-from zbcompile.runtime.verbs import PipelineSpec, Step
+from zbcompile.runtime.spec import PipelineSpec, Step
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.problem import Problem
 

@@ -13,8 +13,8 @@ from zbcompile.passes.lower.insert_comm import CommSchedule
 from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.local_runner import LocalRunner
+from zbcompile.runtime.spec import PipelineSpec, Step
 from zbcompile.runtime.stage_modules import StateReader
-from zbcompile.runtime.verbs import PipelineSpec, Step
 from zbcompile.runtime.wiring import RunnableStage
 from zbcompile.schedule.ir import Kind
 from zbcompile.schedule.problem import Problem

@@ -13,10 +13,36 @@ __all__ = ["BatchPlan"]
 
 
 class BatchPlan:
-    """Which of the flat tensors are sliced, and the shape of each slice.
+    """Which of the flat tensors of a call are sliced, and the shape of each slice.
 
-    Sliced are those whose dimension 0 is the batch size, which is dimension 0 of the first tensor with
-    a dimension; all others, and those named whole, go to every microbatch as they are.
+    The batch size is dimension 0 of the first tensor that has a dimension and is not kept whole. Tensors
+    whose dimension 0 is the batch size are sliced; all others, and those kept whole, go to every microbatch
+    as they are.
+
+    Parameters
+    ----------
+    names
+        Name of each tensor, for errors.
+    tensors
+        The example batch.
+    num_microbatches
+        How many slices.
+    whole
+        Per tensor, whether it is kept whole.
+
+    Attributes
+    ----------
+    batch_size
+        Of the example.
+    sliced
+        Per tensor, whether it is sliced.
+    shapes
+        Per tensor, its shape in the example.
+
+    Raises
+    ------
+    UsageError
+        No tensor has a batch dimension, or the batch cannot be cut into equal microbatches.
     """
 
     def __init__(
@@ -55,7 +81,10 @@ class BatchPlan:
         return tensor.narrow(0, microbatch * size, size)
 
     def split(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Per microbatch the flat tensors, with the strides compiled for. Raises `ShapeError`."""
+        """Return per microbatch the flat tensors, with the strides that were compiled for.
+
+        Raises what `check` raises.
+        """
         self.check(tensors)
         return [
             [self._strided(k, self._piece(k, t, microbatch)) for k, t in enumerate(tensors)]
@@ -63,7 +92,15 @@ class BatchPlan:
         ]
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Raise when a tensor differs from the example in number, shape or dtype."""
+        """Compare tensors with the example.
+
+        Raises
+        ------
+        ShapeError
+            They differ in number, shape or dtype.
+        UsageError
+            A sliced tensor differs, and its dimension 0 cannot be cut into equal microbatches.
+        """
         if len(tensors) != len(self.names):
             raise ShapeError(
                 "the call has another number of tensors than the compiled one",
@@ -91,6 +128,7 @@ class BatchPlan:
             )
 
     def _strided(self, index: int, tensor: Tensor) -> Tensor:
+        """Return the tensor without its history, copied if its strides differ from those compiled for."""
         tensor = tensor.detach()
         stride = self._strides[index]
         if tensor.stride() == stride:

@@ -1,11 +1,10 @@
-"""The runner for one process per rank: drives its own rank's program and waits where the program yields."""
+"""The runner for one process per rank: runs its own rank's program and waits where the program yields."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,27 +15,47 @@ from zbcompile.errors import PipelineError, ZBCompileError
 from zbcompile.runtime import torch_private
 from zbcompile.runtime.channels.channel import Ticket, describe
 from zbcompile.runtime.channels.gloo import BrokenChannelError, GlooChannels
+from zbcompile.runtime.channels.nccl import NcclChannels
 from zbcompile.runtime.executor import failure
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.program import Program
-from zbcompile.runtime.verbs import PipelineSpec, Rank, Step, Wait, check_finished
+from zbcompile.runtime.recorder import TimedAction
+from zbcompile.runtime.runner import Runner
+from zbcompile.runtime.spec import PipelineSpec, Step
+from zbcompile.runtime.verbs import Rank
+from zbcompile.runtime.wait import Wait
 from zbcompile.runtime.watchdog import Doing, Interrupted, Watchdog
 from zbcompile.schedule.ir import Action
 
 __all__ = ["DistributedRunner"]
 
 
-class DistributedRunner:
-    """This process's rank of a pipeline.
+class DistributedRunner(Runner):
+    """Runs the program of this process's rank.
 
     Every failure, here or elsewhere, ends as one `PipelineError` with the same text on all ranks; no
     gradient of the failed step is handed over, and later steps raise the same error again.
+
+    Parameters
+    ----------
+    group
+        The processes of the pipeline. All of them make their runners in the same order.
+    spec
+        The pipeline.
+    text
+        The text of this rank's program.
+    device
+        Where its stages run; decides between gloo and NCCL.
+    stall_limit_s
+        Seconds that a step may stand still before it is ended.
+    owns_group
+        Whether `close` also leaves the group's control group.
     """
 
     def __init__(
         self,
         group: PipelineGroup,
-        setup: PipelineSpec,
+        spec: PipelineSpec,
         text: str,
         device: torch.device,
         stall_limit_s: float,
@@ -44,19 +63,19 @@ class DistributedRunner:
         owns_group: bool = True,
     ) -> None:
         self._owns_group = owns_group
-        self.group, self.setup, self.device = group, setup, device
-        self.rank: int | None = group.rank
+        self.group = group
+        self.rank = group.rank
         self.program = Program.load(text, group.rank)
-        self.transport = _transport(group, setup, device)
-        self.end = Rank(group.rank, setup, {}, self.transport, device)
+        self.channels = _channels(group, spec, device)
+        self.end = Rank(group.rank, spec, {}, self.channels, device)
         self.offset_ns = group.clock_offset_ns()
         self._waiting: tuple[Wait, Ticket, float] | None = None
         self._in_step = False
         store = PrefixStore(group.runner_name(), torch_private.own_store())
-        self.watchdog = Watchdog(store, group.rank, group.size, stall_limit_s, self._doing, self._abandon)
+        self.watchdog = Watchdog(store, group.rank, stall_limit_s, self._doing, self._abandon)
 
     def run(self, step: Step, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One step of this rank; gradient sums by parameter name. Raises `PipelineError`."""
+        """Run one step of this rank, as `Runner.run` says."""
         self._refuse_if_failed()
         end = self.end
         end.state = state
@@ -67,7 +86,7 @@ class DistributedRunner:
                 for wait in self.program.start(end):
                     for ticket in wait.tickets:
                         self._await(wait, ticket)
-                check_finished(end)
+                end.check_finished()
         except Interrupted:
             raise self._ended() from None
         except BrokenChannelError as error:
@@ -85,7 +104,7 @@ class DistributedRunner:
         self._waiting = None
 
     def _doing(self) -> Doing | None:
-        """For the watchdog: the wait or the action of the main thread."""
+        """Return the wait or the action of the main thread, for the watchdog."""
         waiting, running = self._waiting, self.end.running
         if waiting is not None:
             wait, ticket, since = waiting
@@ -97,7 +116,7 @@ class DistributedRunner:
         return Doing(f"runs {stage}{kind.letter}{microbatch}", -1, self.end.running_since)
 
     def _abandon(self) -> None:
-        self.transport.abandon()
+        self.channels.abandon()
         self._leave_control()
 
     def _refuse_if_failed(self) -> None:
@@ -120,8 +139,7 @@ class DistributedRunner:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """An error of the checks before a step is raised here as it is, and ends the step on the other
-        ranks."""
+        """Raise an error of the checks before a step here as it is, and end the step on the other ranks."""
         self._refuse_if_failed()
         try:
             yield
@@ -130,7 +148,7 @@ class DistributedRunner:
             raise
 
     def synchronize(self) -> None:
-        """Return when every rank has come here; raise `PipelineError` when one has failed."""
+        """Return when every rank has come here. Raises `PipelineError` if one has failed."""
         self._refuse_if_failed()
         try:
             self.group.barrier()
@@ -140,8 +158,8 @@ class DistributedRunner:
             ) from error
         self._refuse_if_failed()
 
-    def actions(self) -> list[list[tuple[Action, int, int]]]:
-        """Per rank what its last step did and when, on rank 0's clock. All ranks call it."""
+    def actions(self) -> list[list[TimedAction]]:
+        """Return per rank what its last step did and when, on rank 0's clock. All ranks call it."""
         rows = self.end.recorder.actions()
         text = "\n".join(f"{a} {s + self.offset_ns} {e + self.offset_ns}" for a, s, e in rows)
         result = []
@@ -151,11 +169,10 @@ class DistributedRunner:
         return result
 
     def close(self) -> None:
-        """Stop the watchdog and leave the transport's groups, and the control group if it is the runner's
-        own."""
+        """Stop the watchdog, close the channels, and leave the control group if the runner owns it."""
         self.watchdog.stop()
         if self.watchdog.reason is None:
-            self.transport.abandon()
+            self.channels.abandon()
             if self._owns_group:
                 self._leave_control()
 
@@ -164,9 +181,5 @@ class DistributedRunner:
             dist.destroy_process_group(self.group.control)
 
 
-def _transport(group: PipelineGroup, setup: PipelineSpec, device: torch.device) -> Any:
-    if device.type != "cuda":
-        return GlooChannels(group)
-    from zbcompile.runtime.channels.nccl import NcclChannels
-
-    return NcclChannels(group, setup, device)
+def _channels(group: PipelineGroup, spec: PipelineSpec, device: torch.device) -> GlooChannels | NcclChannels:
+    return NcclChannels(group, spec, device) if device.type == "cuda" else GlooChannels(group)

@@ -9,7 +9,9 @@ import torch
 from zbcompile.errors import PipelineError, ZBCompileError
 from zbcompile.runtime.channels.channel import describe
 from zbcompile.runtime.program import Program
-from zbcompile.runtime.verbs import Rank, Step, Wait, Waits, check_finished
+from zbcompile.runtime.spec import Step
+from zbcompile.runtime.verbs import Rank
+from zbcompile.runtime.wait import Wait, Waits
 from zbcompile.schedule.ir import Kind
 
 __all__ = ["failure", "run_together"]
@@ -23,11 +25,24 @@ def run_together(
     step: Step,
     predicted: Mapping[tuple[Kind, int, int], int],
 ) -> None:
-    """Run one step of every rank. Of those that can go on, the one whose next action is planned first does.
+    """Run one step of every rank: of the ranks that can go on, always the one whose next action starts first.
 
-    predicted : planned start of every compute action; it decides turns, never results.
-    Raises `PipelineError`: a deadlock, naming each rank's next action and what it waits for, or the failure
-    of an action, chained to its cause. Then no gradient has been handed over.
+    Parameters
+    ----------
+    ranks
+        All ranks.
+    programs
+        The program of each.
+    step
+        The inputs of the step; losses and results are filled in.
+    predicted
+        Planned start of every compute action; decides whose turn it is, never results.
+
+    Raises
+    ------
+    PipelineError
+        The ranks deadlocked (the error names each rank's next action and what it waits for), or an action
+        failed (the error is chained to its cause). No gradient has then been handed over.
     """
     with torch.no_grad():
         running: list[Waits] = []
@@ -44,7 +59,7 @@ def run_together(
             index = min(able, key=lambda i: (_start(waits[i], predicted), i))
             _resume(index, ranks, running, waits)
         for rank in ranks:
-            check_finished(rank)
+            rank.check_finished()
 
 
 def _start(wait: Wait, predicted: Mapping[tuple[Kind, int, int], int]) -> int:
@@ -54,6 +69,7 @@ def _start(wait: Wait, predicted: Mapping[tuple[Kind, int, int], int]) -> int:
 
 
 def _resume(index: int, ranks: Sequence[Rank], running: list[Waits], waits: dict[int, Wait]) -> None:
+    """Run a rank until its next wait, which is noted in ``waits``, or to the end of its program."""
     try:
         waits[index] = next(running[index])
     except StopIteration:
@@ -63,17 +79,16 @@ def _resume(index: int, ranks: Sequence[Rank], running: list[Waits], waits: dict
 
 
 def failure(rank: Rank, error: Exception) -> PipelineError:
-    """The error that every rank raises for what went wrong on this one."""
+    """Return the error that every rank raises for what went wrong on this one."""
     if isinstance(error, PipelineError):
         return error
     where = f"rank {rank.index}"
     if rank.running is not None:
         kind, stage, microbatch = rank.running
         where += f", stage {stage}, microbatch {microbatch}, {kind.value}"
-    if isinstance(error, ZBCompileError):
-        return PipelineError(f"{type(error).__name__}: {error}", where=where if not error.where else "")
-    what = f"{type(error).__name__}: {error}"
-    return PipelineError(what, where=where)
+    if isinstance(error, ZBCompileError) and error.where:
+        where = ""  # the error's own text says it
+    return PipelineError(f"{type(error).__name__}: {error}", where=where)
 
 
 def _deadlock(waits: Mapping[int, Wait]) -> PipelineError:

@@ -1,7 +1,7 @@
 """Gradients of a step: summed in microbatch order, whatever the order of the W actions was.
 
-A gradient whose predecessors are not there yet is held until they are; orders with W in microbatch order
-hold nothing. So the sums have the bits of a loop over the microbatches in which each calls ``backward()``.
+A gradient whose predecessors have not come yet is held until they have; orders with W in microbatch order
+hold nothing. So the sums have the bits of a loop over the microbatches that calls ``backward()`` for each.
 """
 
 from __future__ import annotations
@@ -10,20 +10,25 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-__all__ = ["GradientSums", "hand_over", "tied_holders"]
+__all__ = ["GradientSums", "hand_over", "parameters_of", "tied_holders"]
 
 
 class GradientSums:
-    """Sums of one step on one rank, per stage and parameter name; not yet in ``param.grad``."""
+    """Sums of one step on one rank; not yet in ``param.grad``.
 
-    def __init__(self, num_microbatches: int) -> None:
-        self.num_microbatches = num_microbatches
+    Attributes
+    ----------
+    totals
+        Stage -> parameter name -> sum of the gradients so far.
+    """
+
+    def __init__(self) -> None:
         self.totals: dict[int, dict[str, Tensor]] = {}
         self._next: dict[int, int] = {}
         self._early: dict[int, dict[int, dict[str, Tensor]]] = {}
 
     def add(self, stage: int, microbatch: int, grads: dict[str, Tensor]) -> None:
-        """Take over the gradients of one (stage, microbatch); each has storage of its own."""
+        """Take over the gradients of one (stage, microbatch); each must have storage of its own."""
         expected = self._next.get(stage, 0)
         if microbatch != expected:
             self._early.setdefault(stage, {})[microbatch] = grads
@@ -48,7 +53,13 @@ class GradientSums:
 
 
 def tied_holders(trainable: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]]:
-    """Parameters that more than one stage holds: name -> stages in order. ``trainable`` is per stage."""
+    """Return the parameters that several stages hold: name -> stages in order.
+
+    Parameters
+    ----------
+    trainable
+        Per stage, the names of its trainable parameters.
+    """
     holders: dict[str, list[int]] = {}
     for stage, names in enumerate(trainable):
         for name in names:
@@ -59,9 +70,19 @@ def tied_holders(trainable: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...
 def hand_over(
     sums: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], divisor: int | None
 ) -> None:
-    """Divide and set or add to ``param.grad``. Called once, when everything of the step has arrived.
+    """Divide the sums of a step and set or add to ``param.grad``.
 
-    A parameter that was frozen after it was compiled gets none.
+    Called once, when everything of the step has arrived. A parameter that was frozen after the pipeline was
+    compiled gets no gradient.
+
+    Parameters
+    ----------
+    sums
+        Sums by parameter name; divided in place.
+    parameters
+        Parameters by name.
+    divisor
+        What to divide by; None: sums stay as they are.
     """
     for name, total in sums.items():
         if not parameters[name].requires_grad:
@@ -73,3 +94,8 @@ def hand_over(
             parameter.grad = total
         else:
             parameter.grad.add_(total)
+
+
+def parameters_of(state: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """Return the parameters among a state."""
+    return {name: value for name, value in state.items() if isinstance(value, nn.Parameter)}

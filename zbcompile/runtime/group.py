@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroup
 
 from zbcompile.errors import PipelineError, UsageError
 from zbcompile.runtime import torch_private
@@ -26,13 +27,29 @@ _CLOCK_ROUNDS = 16
 class PipelineGroup:
     """The ranks of one pipeline and a gloo group of their own for control, whatever else they communicate.
 
-    rank, size : inside the pipeline. members : their ranks in the default group. name : the same on all of
-    them and on no other pipeline, before or after.
+    Parameters
+    ----------
+    group
+        The process group of the pipeline's ranks; None: the default group.
+    timeout_s
+        Limit in seconds of one operation of the control group and of the groups made here.
+
+    Attributes
+    ----------
+    rank, size
+        This process's rank in the pipeline, and the number of its ranks.
+    members
+        Their ranks in the default group.
+    name
+        The same on all ranks and on no other pipeline, before or after.
+    control
+        The gloo group.
     """
 
     _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
+    _shortest = 0
 
-    def __init__(self, group: Any, timeout_s: float) -> None:
+    def __init__(self, group: ProcessGroup | None, timeout_s: float) -> None:
         self.members: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.rank, self.size = dist.get_rank(group), len(self.members)
         self.timeout = timedelta(seconds=timeout_s)
@@ -43,10 +60,10 @@ class PipelineGroup:
         self.control = self.new_group("gloo")
 
     @staticmethod
-    def present(group: Any, timeout_s: float) -> PipelineGroup | None:
-        """The group to run in, or None where this process stands alone.
+    def present(group: ProcessGroup | None, timeout_s: float) -> PipelineGroup | None:
+        """Return the group to run in, or None if this process is alone.
 
-        Started by torchrun without an initialised process group, it is initialised here.
+        The default process group is initialised here if torchrun started this process and nobody has yet.
         """
         if not dist.is_available():
             return None
@@ -58,24 +75,35 @@ class PipelineGroup:
             return None
         return PipelineGroup(group, timeout_s)
 
-    def new_group(self, backend: str, members: list[int] | None = None) -> Any:
-        """Another process group of all ranks, or of some given by their rank in the pipeline."""
+    def new_group(self, backend: str, members: list[int] | None = None) -> ProcessGroup:
+        """Make another process group of all ranks, or of some given by their rank in the pipeline."""
         ranks = self.members if members is None else [self.members[m] for m in members]
         name = f"{self.name}/{backend}/{'-'.join(map(str, ranks))}"
         self._groups[name] += 1
         return torch_private.new_group(f"{name}/{self._groups[name]}", ranks, self.timeout, backend)
 
     def runner_name(self) -> str:
-        """A name for the next runner of this pipeline (training, evaluation of each shape)."""
+        """Return a name for the next runner of this pipeline (training, evaluation of each shape)."""
         self._groups["runner"] += 1
         return f"{self.name}/runner/{self._groups['runner']}"
 
-    def new_pair(self, backend: str, one: int, other: int) -> Any:
-        """A process group of two ranks, the lower one its rank 0; None on the others."""
+    def new_pair(self, backend: str, one: int, other: int) -> ProcessGroup | None:
+        """Make a process group of two ranks, the lower one its rank 0. Returns None on all others."""
         return self.new_group(backend, sorted((one, other))) if self.rank in (one, other) else None
 
     def agree(self, parts: Mapping[str, str]) -> None:
-        """Raise `PipelineError` on every rank when a part differs anywhere, naming the ranks and the part."""
+        """Compare texts among all ranks before the first message.
+
+        Parameters
+        ----------
+        parts
+            Name of a part -> this rank's text of it.
+
+        Raises
+        ------
+        PipelineError
+            A part differs somewhere; raised on every rank, names the ranks and the part.
+        """
         digests = b"".join(hashlib.sha256(text.encode()).digest() for text in parts.values())
         mine = torch.frombuffer(bytearray(digests), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
@@ -91,7 +119,7 @@ class PipelineGroup:
                 )
 
     def from_first(self, text: str | None) -> str:
-        """Rank 0's text on every rank; the others give None."""
+        """Return rank 0's text on every rank; the others give None."""
         data = torch.frombuffer(bytearray((text or "").encode() or b"\0"), dtype=torch.uint8)
         size = torch.tensor([data.numel()])
         dist.broadcast(size, group=self.control, group_src=0)
@@ -101,7 +129,7 @@ class PipelineGroup:
         return bytes(data.tolist()).decode()
 
     def gather(self, text: str) -> list[str]:
-        """Every rank's text, on every rank."""
+        """Return every rank's text, by rank, on every rank."""
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.control)
@@ -117,9 +145,10 @@ class PipelineGroup:
         dist.all_reduce(torch.zeros(1), group=self.control)
 
     def clock_offset_ns(self) -> int:
-        """What to add to this machine's monotonic clock to get rank 0's; 0 on the same machine.
+        """Return what to add to this machine's monotonic clock to get rank 0's; 0 on the same machine.
 
-        Otherwise from the round trip of least length (as NTP does); good to half of it.
+        On another machine it comes from the shortest of some round trips (as NTP does) and is right to half
+        of that.
         """
         places = self.gather(_machine())
         offset = 0
@@ -131,6 +160,7 @@ class PipelineGroup:
         return offset
 
     def _round_trip(self, other: int, best: int) -> int:
+        """Measure once between ranks 0 and ``other``; return the better of the new offset and ``best``."""
         stamp = torch.zeros(1, dtype=torch.int64)
         if self.rank == 0:
             dist.recv(stamp, group=self.control, group_src=other)
@@ -147,10 +177,8 @@ class PipelineGroup:
                 return int(stamp) - (begin + end) // 2
         return best
 
-    _shortest = 0
-
     def require_size(self, wanted: int | None) -> None:
-        """Raise `UsageError` when another number of ranks was asked for."""
+        """Raise `UsageError` if another number of ranks was asked for."""
         if wanted is not None and wanted != self.size:
             raise UsageError(
                 "num_ranks is the size of the pipeline's process group",
@@ -161,6 +189,7 @@ class PipelineGroup:
 
 
 def _machine() -> str:
+    """Return words that are the same in two processes only if they share a machine and its clock."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{os.uname().nodename} {boot.read_text().strip() if boot.exists() else ''}"
 

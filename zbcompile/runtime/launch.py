@@ -1,4 +1,7 @@
-"""Processes for a pipeline on this machine, for tests, benchmarks and the demo. A cluster uses torchrun."""
+"""Start the processes of a pipeline on this machine, for tests, benchmarks and the demo.
+
+A cluster uses torchrun.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,39 +26,72 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from zbcompile.errors import PipelineError
 
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkContext, ForkServerContext, SpawnContext
+
 __all__ = ["Outcome", "spawn", "spawn_outcomes"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Outcome:
     """How one process ended.
 
-    value : what the function returned. error : its traceback, its last line naming the exception; None when
-    it returned. exit_code : of the process; negative for a signal; None when it had to be ended by us.
-    seconds : from the start of all processes to the end of this one.
+    Attributes
+    ----------
+    rank
+        Which process.
+    value
+        What the function returned.
+    error
+        Its traceback, whose last line names the exception; None if it returned.
+    exit_code
+        Exit code of the process; negative for a signal; None if it had to be ended from here.
+    seconds
+        From the start of all processes to the end of this one.
     """
 
     rank: int
-    value: Any
+    value: object
     error: str | None
     exit_code: int | None
     seconds: float
 
 
 def spawn(
-    function: Callable[..., Any],
+    function: Callable[..., T],
     num_processes: int,
-    args: Sequence[Any] = (),
+    args: Sequence[object] = (),
     *,
     timeout_s: float = 300.0,
     inherit: bool = False,
-) -> list[Any]:
-    """Run ``function(rank, *args)`` in processes joined in a gloo process group; values by rank.
+) -> list[T]:
+    """Run ``function(rank, *args)`` in processes that are joined in a gloo process group.
 
-    The function must be importable; with ``inherit`` the processes are copies of this one and it may be
-    anything
-    (autograd's threads do not come along: a copy must not call ``backward``). Raises `PipelineError` with
-    the first traceback when a process fails, and when the time is over (the processes are then ended).
+    Parameters
+    ----------
+    function
+        What to run. It must be importable, unless ``inherit`` is set.
+    num_processes
+        How many processes.
+    args
+        Further arguments, the same for all.
+    timeout_s
+        Limit in seconds for all processes together.
+    inherit
+        Make the processes copies of this one; the function may then be anything. Autograd's threads do not
+        come along: a copy must not call ``backward``.
+
+    Returns
+    -------
+    list
+        What the function returned, by rank.
+
+    Raises
+    ------
+    PipelineError
+        A process failed (with the first traceback), or the time is over (the processes are then ended).
     """
     outcomes = spawn_outcomes(function, num_processes, args, timeout_s=timeout_s, inherit=inherit)
     for outcome in outcomes:
@@ -69,24 +106,22 @@ def spawn(
             f"process {first.rank} ended with code {first.exit_code}\n{first.error or ''}".rstrip(),
             where=f"rank {first.rank}",
         )
-    return [o.value for o in outcomes]
+    return [cast("T", o.value) for o in outcomes]
 
 
 def spawn_outcomes(
-    function: Callable[..., Any],
+    function: Callable[..., object],
     num_processes: int,
-    args: Sequence[Any] = (),
+    args: Sequence[object] = (),
     *,
     timeout_s: float = 300.0,
     inherit: bool = False,
 ) -> list[Outcome]:
-    """The same, with how every process ended instead of an error."""
-    method = "fork" if inherit else "forkserver" if sys.platform == "linux" else "spawn"
-    context: Any = multiprocessing.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(["zbcompile.pipeline"])
+    """Do as `spawn` does, but return how every process ended and raise nothing."""
+    context = _context(inherit)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes, pipes = [], []
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
     start = time.monotonic()
     for rank in range(num_processes):
         receiver, sender = context.Pipe(duplex=False)
@@ -100,12 +135,28 @@ def spawn_outcomes(
     return _collect(processes, pipes, start, timeout_s)
 
 
+def _context(inherit: bool) -> ForkContext | ForkServerContext | SpawnContext:
+    if inherit:
+        return multiprocessing.get_context("fork")
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["zbcompile.pipeline"])
+    return context
+
+
 def _child(
-    pipe: Connection, function: Callable[..., Any], rank: int, size: int, port: int, args: tuple[Any, ...]
+    pipe: Connection,
+    function: Callable[..., object],
+    rank: int,
+    size: int,
+    port: int,
+    args: tuple[object, ...],
 ) -> None:
+    """Join the group, run the function, and send (value, traceback) through the pipe."""
     torch.set_num_threads(1)
     code = 0
-    answer: tuple[Any, str | None] = (None, None)
+    answer: tuple[object, str | None] = (None, None)
     try:
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
@@ -121,13 +172,16 @@ def _child(
     os._exit(code)
 
 
-def _collect(processes: list[Any], pipes: list[Connection], start: float, timeout_s: float) -> list[Outcome]:
-    answers: dict[int, tuple[Any, str | None]] = {}
+def _collect(
+    processes: list[BaseProcess], pipes: list[Connection], start: float, timeout_s: float
+) -> list[Outcome]:
+    """Read what the processes send until all have ended, or kill those that are late."""
+    answers: dict[int, tuple[object, str | None]] = {}
     ended: dict[int, tuple[int | None, float]] = {}
     open_pipes = dict(enumerate(pipes))
     alive = dict(enumerate(processes))
     while alive and time.monotonic() - start < timeout_s:
-        things = [*open_pipes.values(), *(p.sentinel for p in alive.values())]
+        things: list[Connection | int] = [*open_pipes.values(), *(p.sentinel for p in alive.values())]
         wait(things, timeout=max(0.0, timeout_s - (time.monotonic() - start)))
         for rank, pipe in list(open_pipes.items()):
             if pipe.poll():

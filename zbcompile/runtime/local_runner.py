@@ -8,35 +8,50 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zbcompile.runtime.channels.channel import LocalChannels
+from zbcompile.runtime.channels.local import LocalChannels
 from zbcompile.runtime.executor import run_together
 from zbcompile.runtime.program import Program
-from zbcompile.runtime.verbs import PipelineSpec, Rank, Step
-from zbcompile.schedule.ir import Action, Kind
+from zbcompile.runtime.recorder import TimedAction
+from zbcompile.runtime.runner import Runner
+from zbcompile.runtime.spec import PipelineSpec, Step
+from zbcompile.runtime.verbs import Rank
+from zbcompile.schedule.ir import Kind
 
 __all__ = ["LocalRunner"]
 
 
-class LocalRunner:
-    """Runs programs of all ranks in this process. ``rank`` is None: this process is no single rank."""
+class LocalRunner(Runner):
+    """Runs the programs of all ranks in this process.
+
+    Parameters
+    ----------
+    spec
+        The pipeline.
+    texts
+        Per rank, the text of its program.
+    predicted
+        Planned start of every compute action; decides whose turn it is, never results.
+    device
+        Where the stages run.
+    """
 
     rank: int | None = None
 
     def __init__(
         self,
-        setup: PipelineSpec,
+        spec: PipelineSpec,
         texts: Sequence[str],
         predicted: Mapping[tuple[Kind, int, int], int],
         device: torch.device,
     ) -> None:
-        self.setup, self.predicted, self.device = setup, predicted, device
+        self.spec, self.predicted, self.device = spec, predicted, device
         self.programs = [Program.load(text, rank) for rank, text in enumerate(texts)]
         self.ranks: list[Rank] = []
 
     def run(self, step: Step, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One step; gradient sums by parameter name. Raises `PipelineError`; then nothing is handed over."""
-        ends = LocalChannels.connect(self.setup.placement.num_ranks)
-        self.ranks = [Rank(r, self.setup, state, end, self.device) for r, end in enumerate(ends)]
+        """Run one step of all ranks, as `Runner.run` says."""
+        ends = LocalChannels.connect(self.spec.placement.num_ranks)
+        self.ranks = [Rank(r, self.spec, state, end, self.device) for r, end in enumerate(ends)]
         run_together(self.ranks, self.programs, step, self.predicted)
         gradients: dict[str, Tensor] = {}
         for rank in self.ranks:
@@ -44,16 +59,16 @@ class LocalRunner:
                 gradients.setdefault(name, total)
         return gradients
 
-    def actions(self) -> list[list[tuple[Action, int, int]]]:
-        """Per rank what the last step did and when. Ranks took turns: their times never overlap."""
+    def actions(self) -> list[list[TimedAction]]:
+        """Return per rank what the last step did and when. Ranks took turns: their times never overlap."""
         return [rank.recorder.actions() for rank in self.ranks]
 
     def reporting(self) -> contextlib.AbstractContextManager[None]:
-        """Where another runner tells the other ranks of an error."""
+        """Do nothing: there is no other process to tell."""
         return contextlib.nullcontext()
 
     def synchronize(self) -> None:
-        """All ranks have finished when `run` returns."""
+        """Return at once: all ranks have finished when `run` returns."""
 
     def close(self) -> None:
         """Nothing to close."""

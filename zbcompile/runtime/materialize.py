@@ -2,7 +2,8 @@
 
 A rank that runs one stage of a model too big for it gives memory to that stage's tensors alone.
 Parameters come from a state dict, from safetensors files (no pickle), or from each module's own
-initialisation, with a random stream per module, so that a weight is the same whichever rank makes it.
+initialisation, which draws from a random stream per module, so that a weight is the same whichever rank makes
+it.
 """
 
 from __future__ import annotations
@@ -35,22 +36,36 @@ def materialize(
 
     Parameters
     ----------
-    names : canonical names (the first of a tied parameter). Tensors that are real already are left alone.
-    state : a state dict, a safetensors file, or a directory of them with their index; read name by name.
+    model
+        The model; tensors that are real already are left alone.
+    names
+        Canonical names (the first of a tied parameter).
+    state
+        A state dict, a safetensors file, or a directory of them with their index; read name by name.
         A value is cast to the dtype of the model, as ``load_state_dict`` does.
-    init_weights : called with every module that owns one of ``names``; default ``module.reset_parameters()``.
-        Used for parameters where there is no ``state``.
-    build : makes the model a second time; buffers that are not in ``state`` are taken from it. It is run with
+    init_weights
+        Called with every module that owns one of ``names``; default ``module.reset_parameters()``.
+        Used for parameters if there is no ``state``.
+    build
+        Makes the model a second time; buffers that are not in ``state`` are taken from it. It is run with
         parameters on the meta device, so it needs no memory for them.
-    seed : of the streams for `init_weights`.
+    device
+        Where the tensors go.
+    seed
+        Seed of the random streams that the initialisation draws from.
 
-    Returns name -> tensor; every place that held the old tensor holds the new one.
+    Returns
+    -------
+    dict
+        Name -> tensor, for what became real. Every place that held the old tensor holds the new one.
 
     Raises
     ------
-    UsageError : a name that the model lacks, a value that no source has, a module without an initialisation,
-        or buffers that depend on parameters or on random numbers.
-    ShapeError : a value of another shape.
+    UsageError
+        The model lacks a name, no source has a value, a module has no initialisation, or buffers depend on
+        parameters or on random numbers.
+    ShapeError
+        A value has another shape.
     """
     places = _places(model)
     wanted = [name for name in dict.fromkeys(names) if _known(name, places).is_meta]
@@ -73,13 +88,14 @@ def materialize(
     return {name: _put(places[name], name, values[name], torch.device(device)) for name in wanted}
 
 
-Place = tuple[nn.Module, str, Tensor]
+_Place = tuple[nn.Module, str, Tensor]
+"""Where a tensor is held: (module, attribute, tensor)."""
 
 
-def _places(model: nn.Module) -> dict[str, list[Place]]:
-    """Canonical name -> every (module, attribute, tensor) that holds the tensor."""
+def _places(model: nn.Module) -> dict[str, list[_Place]]:
+    """Return canonical name -> every place that holds the tensor."""
     first: dict[int, str] = {}
-    found: dict[str, list[Place]] = {}
+    found: dict[str, list[_Place]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for table in (module._parameters, module._buffers):
             for leaf, value in table.items():
@@ -89,7 +105,7 @@ def _places(model: nn.Module) -> dict[str, list[Place]]:
     return found
 
 
-def _known(name: str, places: Mapping[str, list[Place]]) -> Tensor:
+def _known(name: str, places: Mapping[str, list[_Place]]) -> Tensor:
     if name not in places:
         raise UsageError(f"the model has no parameter or buffer {name!r}", fix="use the stage's own names")
     return places[name][0][2]
@@ -98,11 +114,11 @@ def _known(name: str, places: Mapping[str, list[Place]]) -> Tensor:
 def _initialised(
     model: nn.Module,
     names: list[str],
-    places: Mapping[str, list[Place]],
+    places: Mapping[str, list[_Place]],
     init_weights: Callable[[nn.Module], object] | None,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Values of ``names`` by the initialisation of the modules that own them, one module at a time."""
+    """Return values of ``names`` by the initialisation of the modules that own them, one module at a time."""
     owners: dict[int, list[str]] = {}
     for name in names:
         owners.setdefault(id(places[name][0][0]), []).append(name)
@@ -118,7 +134,7 @@ def _initialised(
 def _initialise(
     module: nn.Module, path: str, init_weights: Callable[[nn.Module], object] | None, seed: int
 ) -> dict[str, Tensor]:
-    """All parameters of one module with memory on the CPU, initialised; the module itself stays as it is."""
+    """Return all parameters of one module, initialised on the CPU; the module itself stays as it is."""
     reset = getattr(module, "reset_parameters", None)
     if init_weights is None and reset is None:
         raise UsageError(
@@ -159,8 +175,8 @@ def _from_build(names: list[str], build: Callable[[], nn.Module] | None) -> dict
     return real_buffers(build, names)
 
 
-def _put(places: list[Place], name: str, value: Tensor, device: torch.device) -> Tensor:
-    """Replace the meta tensor everywhere by a real one with ``value``."""
+def _put(places: list[_Place], name: str, value: Tensor, device: torch.device) -> Tensor:
+    """Replace the meta tensor everywhere by a real one with ``value``, which is returned."""
     old = places[0][2]
     if value.shape != old.shape:
         raise ShapeError(f"{name} has another shape", needed=tuple(old.shape), given=tuple(value.shape))

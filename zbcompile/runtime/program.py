@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import cast
+
+from zbcompile.runtime.verbs import Rank
+from zbcompile.runtime.wait import Waits
 
 __all__ = ["Program"]
 
 
 @dataclass(frozen=True)
 class Program:
-    """The text of one rank's program and its entry point.
+    """One rank's program.
 
-    ``start(rank)`` makes the generator: it yields a `zbcompile.runtime.verbs.Wait` wherever it has to wait
-    and goes on when resumed. ``send_slots`` is the text's own constant.
+    Attributes
+    ----------
+    start
+        Makes the generator that runs a step on a rank: it yields a `Wait` wherever it has to wait.
+    send_slots
+        The text's own constant: messages that may be on their way per channel before a send waits.
     """
 
-    text: str
-    name: str
-    start: Callable[[Any], Generator[Any, None, None]]
+    start: Callable[[Rank], Waits]
     send_slots: int | None
 
     @staticmethod
@@ -30,6 +35,7 @@ class Program:
         name = f"<program of rank {rank}>"
         code: CodeType = compile(text, name, "exec")
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-        module: dict[str, Any] = {"__name__": f"zbcompile_program_{rank}"}
+        module: dict[str, object] = {"__name__": f"zbcompile_program_{rank}"}
         exec(code, module)  # noqa: S102
-        return Program(text, name, module["program"], module["SEND_SLOTS"])
+        start = cast("Callable[[Rank], Waits]", module["program"])
+        return Program(start, cast("int | None", module["SEND_SLOTS"]))

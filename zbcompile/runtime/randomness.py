@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch.fx import GraphModule
@@ -18,19 +18,18 @@ __all__ = ["draws_random_numbers", "stream", "stream_seed"]
 
 
 def stream_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
-    """63 bits from the four numbers."""
+    """Return a 63-bit hash of the four numbers."""
     words = b"".join(int(n).to_bytes(16, "little", signed=True) for n in (seed, step, stage, microbatch))
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
 
 
 @contextlib.contextmanager
-def stream(value: int, devices: Sequence[torch.device]) -> Iterator[None]:
-    """Draw from the stream of seed ``value`` on the CPU and the CUDA devices given; restored afterwards."""
+def stream(value: int, device: torch.device) -> Iterator[None]:
+    """Draw from the stream of seed ``value`` on the CPU and on ``device``; restore both states afterwards."""
     generators = [torch.default_generator]
-    for device in devices:
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            generators.append(torch.cuda.default_generators[index])
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
     states = [generator.get_state() for generator in generators]
     try:
         for generator in generators:
@@ -42,7 +41,7 @@ def stream(value: int, devices: Sequence[torch.device]) -> Iterator[None]:
 
 
 def draws_random_numbers(module: GraphModule) -> bool:
-    """Whether any call of the graph is tagged as drawing from a seeded generator."""
+    """Whether torch tags any call of the graph, or of a graph inside it, as drawing random numbers."""
     for inner in module.modules():
         if not isinstance(inner, GraphModule):
             continue

@@ -1,9 +1,9 @@
 """Buffers of a model too big to build: the constructor runs with parameters on the meta device.
 
-Rotary tables, masks and running statistics are computed where the model is built. Building it again with its
-parameters on meta gives them their values for the cost of the buffers alone. What depends on a parameter's
-values or on random numbers cannot be made that way and is refused by name: the build is run twice with
-different random states and both results must agree to the bit.
+Rotary tables, masks and running statistics are computed when the model is built. Building it again with its
+parameters on the meta device gives them their values for the memory of the buffers alone. A buffer that
+depends on a parameter's values or on random numbers cannot be made that way and is refused by name: the build
+runs twice with different random states, and both results must agree to the bit.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,16 +24,16 @@ from zbcompile.errors import UsageError
 __all__ = ["real_buffers"]
 
 _LARGE = 1 << 16
-"""Elements from which an uninitialised tensor is taken to be a parameter's and gets no memory."""
+"""An uninitialised tensor of at least so many elements is taken to be a parameter's and gets no memory."""
 
 
 def real_buffers(build: Callable[[], nn.Module], names: Sequence[str]) -> dict[str, Tensor]:
-    """Values of the buffers ``names`` of the model that ``build`` makes.
+    """Return the values of the buffers ``names`` of the model that ``build`` makes.
 
     Raises
     ------
-    UsageError : a buffer that the built model lacks, that was computed from parameters, or that differs from
-        build to build.
+    UsageError
+        The built model lacks a buffer, computes it from parameters, or makes another one in the second build.
     """
     first, second = _build(build, 1), _build(build, 2)
     values: dict[str, Tensor] = {}
@@ -58,6 +58,7 @@ def real_buffers(build: Callable[[], nn.Module], names: Sequence[str]) -> dict[s
 
 
 def _build(build: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]:
+    """Return all buffers of one build."""
     with _random_states(seed), _meta_parameters(), _LazyEmpty(), torch.no_grad():
         try:
             model = build()
@@ -76,15 +77,20 @@ def _same(left: Tensor, right: Tensor) -> bool:
 
 
 def _raw(value: Tensor) -> Tensor:
+    """Return the bytes of a tensor."""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 class _LazyEmpty(TorchFunctionMode):
-    """Large ``torch.empty`` tensors live on the meta device: nothing but a parameter starts that way."""
+    """Put large ``torch.empty`` tensors on the meta device: only parameters start that way."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: Collection[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
         given = dict(kwargs or {})
         if func is torch.empty:
             shape = given.get("size", args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
@@ -95,6 +101,8 @@ class _LazyEmpty(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _meta_parameters() -> Iterator[None]:
+    """Move every parameter to the meta device when it is registered."""
+
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return None
@@ -109,7 +117,7 @@ def _meta_parameters() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _random_states(seed: int) -> Iterator[None]:
-    """Other random numbers for each build; the caller's states come back afterwards."""
+    """Seed all random generators; restore the caller's states afterwards."""
     numpy = sys.modules.get("numpy")
     python, array = random.getstate(), numpy.random.get_state() if numpy else None
     try:

@@ -1,7 +1,8 @@
-"""Rehearse: run an order on real processes and the real transport with sleeping compute, and calibrate.
+"""Rehearse: run an order on real processes and real channels with sleeping compute, and calibrate.
 
-Planned and measured times come out side by side; from them the host time per action, and from a ping-pong
-between neighbours the latency and bandwidth of the links. A profile with these three predicts the next run.
+The result shows planned and measured times side by side. From them comes the host time per action, and from a
+ping-pong between two ranks the latency and bandwidth of the links. A profile with these three predicts the
+next run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from zbcompile.formats.measured_json import Measured
 from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.sleeping import sleeping_stages
-from zbcompile.runtime.verbs import PipelineSpec, Step
+from zbcompile.runtime.spec import PipelineSpec, Step
 from zbcompile.schedule.costs import Link, Profile
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.problem import Problem
@@ -27,6 +28,8 @@ from zbcompile.schedule.simulate import Timeline, simulate
 __all__ = ["Rehearsal", "Row", "rehearse_rank"]
 
 _LARGE = 1 << 21
+"""Bytes of the large message."""
+
 _ROUNDS = 20
 
 
@@ -43,11 +46,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a rehearsal found. Times in ns; ``measured`` is the fastest of the steps run.
+    """What a rehearsal found. Times in ns.
 
-    planned_ns, measured_ns : makespan. calibrated_ns : the plan's makespan under ``calibrated``.
-    span figures likewise. rows : per rank and kind. calibrated : the profile with measured link and host
-    time.
+    Attributes
+    ----------
+    measured
+        The fastest of the steps that ran.
+    planned_ns, measured_ns
+        Makespan, planned and measured.
+    calibrated_ns
+        The plan's makespan under ``calibrated``.
+    planned_span_ns, measured_span_ns
+        Span, planned and measured.
+    rows
+        Planned and measured times per rank and kind of action.
+    calibrated
+        The profile with the measured link and host time.
     """
 
     measured: Measured
@@ -73,15 +87,36 @@ class Rehearsal:
 def rehearse_rank(
     group: PipelineGroup, schedule: Schedule, problem: Problem, text: str, *, steps: int, stall_limit_s: float
 ) -> Rehearsal:
-    """One rank's part; every rank returns the same. ``text`` is this rank's program.
+    """Do one rank's part of a rehearsal. Every rank returns the same.
 
-    Raises `PipelineError` when a rank fails or differs.
+    Parameters
+    ----------
+    group
+        The processes, one per rank.
+    schedule, problem
+        The order and what it was planned for.
+    text
+        This rank's program.
+    steps
+        How many steps to run.
+    stall_limit_s
+        Seconds that a step may stand still before it is ended.
+
+    Returns
+    -------
+    Rehearsal
+        Planned against measured, and the calibrated profile.
+
+    Raises
+    ------
+    PipelineError
+        A rank fails, or the ranks differ in schedule or profile.
     """
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     stages = sleeping_stages(problem.profile, device)
     group.agree({"schedule": str(schedule), "profile": repr(problem.profile)})
-    setup = PipelineSpec(stages, schedule.placement, schedule.num_microbatches)
-    runner = DistributedRunner(group, setup, text, device, stall_limit_s)
+    spec = PipelineSpec(stages, schedule.placement, schedule.num_microbatches)
+    runner = DistributedRunner(group, spec, text, device, stall_limit_s)
     best: Measured | None = None
     batch: list[list[torch.Tensor]] = [[] for _ in range(schedule.num_microbatches)]
     try:
@@ -114,7 +149,7 @@ def _compare(measured: Measured, planned: Timeline, link: Link) -> Rehearsal:
 
 
 def _span(measured: Measured) -> int:
-    """Longest distance on one rank from the first start to the last end."""
+    """Return the span: the longest time on one rank from the first start to the last end."""
     spans = []
     for row in measured.ranks:
         compute = [(s, e) for a, s, e in row if a.kind.is_compute]
@@ -141,7 +176,11 @@ def _planned_durations(planned: Timeline, rank: int) -> dict[Action, int]:
 
 
 def _host_ns(measured: Measured, planned: Timeline) -> int:
-    """Median over actions of: longer than planned, plus the pause to the next where the plan has none."""
+    """Return the host time per action: the planned one plus what the actions took beyond the plan.
+
+    That is the median of their excess over the planned duration, plus the median pause to the next action
+    where the plan has none and no message is awaited.
+    """
     extra, pauses = [], []
     for rank, entries in enumerate(measured.ranks):
         compute = [entry for entry in entries if entry[0].kind.is_compute]
@@ -173,7 +212,7 @@ def _receives(action: Action, planned: Timeline, rank: int) -> bool:
 
 
 def _measure_link(group: PipelineGroup) -> Link:
-    """One-way time of a small and a large message from rank 0 to rank 1, from round trips; the medians."""
+    """Return the link from rank 0 to rank 1, from the one-way times of a small and a large message."""
     small, large = (_one_way(group, size) for size in (8, _LARGE))
     answer = group.from_first(f"{small} {large}" if group.rank == 0 else None)
     first, second = (int(word) for word in answer.split())
@@ -183,6 +222,7 @@ def _measure_link(group: PipelineGroup) -> Link:
 
 
 def _one_way(group: PipelineGroup, size: int) -> int:
+    """Return half of the median round trip of ``size`` bytes in ns; 0 on ranks that take no part."""
     data = torch.zeros(size, dtype=torch.uint8)
     trips: Sequence[int] = ()
     if group.rank < 2:

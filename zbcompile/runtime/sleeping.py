@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from zbcompile.runtime.wiring import Saved
 from zbcompile.schedule.costs import Profile
 
 __all__ = ["Sleeping", "SleepingPort", "sleep_ns", "sleeping_stages"]
@@ -22,7 +21,7 @@ _SLEEP_NS, _SLEEPS = 10_000_000, 15
 
 @dataclass(frozen=True, slots=True)
 class SleepingPort:
-    """A message of some bytes."""
+    """A message of some bytes; the fields are those of `PortLike`."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,6 +30,7 @@ class SleepingPort:
     targets: tuple[int, ...] = ()
     device: torch.device = torch.device("cpu")
     stride: tuple[int, ...] = (1,)
+    grad_stride: tuple[int, ...] = ()
     dtype: torch.dtype = torch.uint8
     is_result: bool = False
     is_loss: bool = False
@@ -44,7 +44,7 @@ class SleepingPort:
 class Sleeping:
     """One stage of a profile: F, B, W and BW sleep as long as planned; messages have the planned size.
 
-    A message of no bytes is sent as one byte: a transport need not wait for an empty tensor.
+    A message of no bytes is sent as one byte: channels need not wait for an empty tensor.
     """
 
     trainable: tuple[str, ...] = ()
@@ -80,44 +80,40 @@ class Sleeping:
             for p in self.inputs
         ]
 
-    def run_forward(self, state: Mapping[str, Tensor], inputs: list[Any]) -> tuple[list[Tensor], list[Any]]:
+    def run_forward(self, state: Mapping[str, Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], Saved]:
         """Sleep as long as F."""
         sleep_ns(self.cost.forward_ns)
         return list(self._made), []
 
     def run_backward_input(
-        self, saved: list[Any], output_grads: list[Tensor | None]
-    ) -> tuple[list[Tensor | None], list[Any]]:
+        self, saved: Saved, output_grads: list[Tensor | None]
+    ) -> tuple[list[Tensor | None], Saved]:
         """Sleep as long as B."""
         sleep_ns(self.cost.backward_input_ns)
         return list(self._returned), []
 
-    def run_backward_weight(self, saved: list[Any]) -> dict[str, Tensor]:
+    def run_backward_weight(self, saved: Saved) -> dict[str, Tensor]:
         """Sleep as long as W."""
         sleep_ns(self.cost.backward_weight_ns)
         return {}
 
     def run_full_backward(
-        self, saved: list[Any], output_grads: list[Tensor | None]
+        self, saved: Saved, output_grads: list[Tensor | None]
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
         """Sleep as long as BW."""
         sleep_ns(self.cost.full_backward_ns)
         return list(self._returned), {}
 
-    def signature_hash(self) -> str:
-        """Of its costs and ports."""
-        return hashlib.sha256(repr((self.cost, self.inputs, self.outputs)).encode()).hexdigest()
-
 
 def sleep_ns(duration_ns: int) -> None:
-    """Sleep as long as told, less what this machine oversleeps."""
+    """Sleep for a duration, less what this machine oversleeps."""
     if duration_ns:
         time.sleep(max(0, duration_ns - _oversleep_ns()) / 1e9)
 
 
 @cache
 def _oversleep_ns() -> int:
-    """How much longer than asked this process sleeps: the median, so that half of all sleeps end too late."""
+    """Return how much longer than asked this process sleeps: the median, so half of all sleeps end late."""
     extra = []
     for _ in range(_SLEEPS):
         begin = time.perf_counter_ns()
@@ -127,6 +123,6 @@ def _oversleep_ns() -> int:
 
 
 def sleeping_stages(profile: Profile, device: torch.device) -> tuple[Sleeping, ...]:
-    """All stages of a profile."""
+    """Return all stages of a profile."""
     _oversleep_ns()
     return tuple(Sleeping(k, profile, device) for k in range(profile.num_stages))

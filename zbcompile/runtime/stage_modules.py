@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,24 @@ class Stage(nn.Module):
     """One stage of a pipeline: a module that holds the model's own parameters and buffers, under their names.
 
     Calling it runs the stage's forward graph without autograd: inputs and outputs in the order of its ports.
-    ``graphs`` are its F, B, W and BW graphs (``stage.graphs.forward.print_readable()``).
+
+    Parameters
+    ----------
+    index
+        Number of the stage.
+    stage
+        What runs.
+    state
+        The model's tensors by name.
+    model
+        The model that they belong to; `materialize` needs it.
+
+    Attributes
+    ----------
+    index
+        Number of the stage.
+    compiled
+        What runs.
     """
 
     def __init__(
@@ -38,45 +55,82 @@ class Stage(nn.Module):
 
     @property
     def graphs(self) -> object:
-        """The stage's graphs; ``None`` for a stage that has none."""
+        """Its F, B, W and BW graphs (``stage.graphs.forward.print_readable()``); None if it has none."""
         return getattr(self.compiled, "graphs", None)
 
     def follow(self, state: Mapping[str, Tensor]) -> None:
-        """Hold the tensors of ``state``: a model's parameter may have been replaced by another."""
+        """Hold the tensors of ``state`` from now on: a parameter of the model may have been replaced."""
         for name in self._held:
             if self._tensors.get(name) is not state[name]:
                 _attach(self, name, state[name])
                 self._tensors[name] = state[name]
 
-    def materialize(self, **how: Any) -> dict[str, Tensor]:
-        """Give this stage's parameters and buffers memory and values, when the model is on the meta device.
+    def materialize(
+        self,
+        *,
+        state: Mapping[str, Tensor] | str | Path | None = None,
+        init_weights: Callable[[nn.Module], object] | None = None,
+        build: Callable[[], nn.Module] | None = None,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> dict[str, Tensor]:
+        """Give this stage's parameters and buffers memory and values, if the model is on the meta device.
 
-        ``how`` as in `zbcompile.runtime.materialize.materialize`: ``state`` (a state dict or safetensors),
-        ``init_weights``, ``build`` (for buffers), ``device``, ``seed``. Returns what became real.
+        Parameters
+        ----------
+        state
+            A state dict, a safetensors file, or a directory of them with their index.
+        init_weights
+            Called with every module that owns one of the stage's parameters, if there is no ``state``;
+            default ``module.reset_parameters()``.
+        build
+            Makes the model a second time, for buffers that are not in ``state``.
+        device
+            Where the tensors go.
+        seed
+            Seed of the random streams that the initialisation draws from.
+
+        Returns
+        -------
+        dict
+            Name -> tensor, for what became real.
+
+        Raises
+        ------
+        UsageError, ShapeError
+            As `zbcompile.runtime.materialize.materialize`; also if the stage belongs to no model.
         """
         model = self._model[0]
         if model is None:
             raise UsageError("this stage belongs to no model", where=f"stage {self.index}")
-        made = materialize(model, self._held, **how)
+        made = materialize(
+            model,
+            self._held,
+            state=state,
+            init_weights=init_weights,
+            build=build,
+            device=device,
+            seed=seed,
+        )
         self.follow(StateReader(model, self._held).read())
         return made
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Outputs of the stage for one microbatch, in port order."""
+        """Return the outputs of the stage for one microbatch, in port order."""
         state = dict(self.named_parameters()) | dict(self.named_buffers())
         with torch.no_grad():
             outputs, _ = self.compiled.run_forward(state, list(inputs))
         return tuple(outputs)
 
     def extra_repr(self) -> str:
-        """What goes in and out."""
+        """Return what goes in and out, for ``repr``."""
         ins = ", ".join(p.name for p in self.compiled.inputs)
         outs = ", ".join(p.name for p in self.compiled.outputs)
         return f"stage {self.index}: ({ins}) -> ({outs})"
 
 
 def _attach(root: nn.Module, name: str, value: Tensor) -> None:
-    """Register under a dotted name, through empty modules that spell out the path."""
+    """Register a tensor under a dotted name, through empty modules that spell out the path."""
     *path, leaf = name.split(".")
     holder = root
     for part in path:
@@ -92,11 +146,17 @@ def _attach(root: nn.Module, name: str, value: Tensor) -> None:
 
 
 class StateReader:
-    """The model's present tensors by name: read anew at each step, so that ``.to`` and swaps are seen.
+    """Reads the model's present tensors by name, anew at each step, so that ``.to`` and swaps are seen.
 
-    names : canonical names of what the stages use. What the stages were compiled for is noted here and
-    compared at each step: shapes and dtypes, which parameters are trained, which names are one tensor, which
-    modules are in training mode.
+    The constructor notes what the stages were compiled for, and `check` compares it at each step: shapes and
+    dtypes, which parameters are trained, which names are one tensor, which modules are in training mode.
+
+    Parameters
+    ----------
+    model
+        The model that owns the tensors.
+    names
+        Canonical names of what the stages use.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
@@ -121,11 +181,19 @@ class StateReader:
         self._modes = [(path, module, module.training) for path, module in model.named_modules()]
 
     def read(self) -> dict[str, Tensor]:
-        """Name -> tensor."""
+        """Return name -> tensor."""
         return {name: getattr(*place) for name, place in self._places.items()}
 
     def check(self, state: Mapping[str, Tensor]) -> None:
-        """Raise `ShapeError` or `UsageError` when the model, now with ``state``, is not what was compiled."""
+        """Compare the model, now with ``state``, with what was compiled.
+
+        Raises
+        ------
+        ShapeError
+            A tensor has another shape or dtype.
+        UsageError
+            A frozen parameter is trained, tied names are no longer one tensor, or a module's mode differs.
+        """
         for name, tensor in state.items():
             shape, dtype, trained = self._forms[name]
             if tensor.shape != shape or tensor.dtype != dtype:
@@ -150,6 +218,7 @@ class StateReader:
 
 
 def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, bool]:
+    """Return what a tensor must keep: its shape, its dtype, and whether it is trained."""
     return tensor.shape, tensor.dtype, tensor.requires_grad
 
 

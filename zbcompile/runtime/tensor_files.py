@@ -18,11 +18,17 @@ _INDEX = "model.safetensors.index.json"
 class TensorFiles(Mapping[str, Tensor]):
     """Name -> tensor, read when asked for; only the bytes of that tensor are read.
 
-    path : a ``.safetensors`` file, or a directory that holds ``model.safetensors.index.json`` or such files.
+    Parameters
+    ----------
+    path
+        A ``.safetensors`` file, or a directory that holds ``model.safetensors.index.json`` or such files.
 
     Raises
     ------
-    UsageError : another kind of file, or the safetensors package is missing. FormatError : a damaged file.
+    UsageError
+        The file is of another kind, or the safetensors package is missing.
+    FormatError
+        A file is damaged.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -30,6 +36,7 @@ class TensorFiles(Mapping[str, Tensor]):
         self._file_of = self._index()
 
     def _index(self) -> dict[str, Path]:
+        """Return the file of each name."""
         if self.path.is_file():
             return dict.fromkeys(_names(self.path), self.path)
         index = self.path / _INDEX
@@ -55,7 +62,7 @@ class TensorFiles(Mapping[str, Tensor]):
 
 
 def _read_index(index: Path) -> dict[str, Path]:
-    """File per name. A file name with a directory in it is refused: an index is data from someone else."""
+    """Return the file of each name. An index is data from someone else: no file name may leave its folder."""
     try:
         table = json.loads(index.read_text())["weight_map"]
         named = {str(name): Path(str(file)) for name, file in table.items()}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 __all__ = ["new_group", "own_store", "profiler_enabled"]
 
 
-def new_group(name: str, ranks: list[int], timeout: timedelta, backend: str) -> Any:
-    """``dist.new_group`` of some ranks, which alone call it, under a name of our own.
+def new_group(name: str, ranks: list[int], timeout: timedelta, backend: str) -> ProcessGroup:
+    """Call ``dist.new_group`` for some ranks, which alone call it, under a name of our own.
 
     torch would name it by its members and by how many groups the process has. Such a name comes back when a
     group was destroyed, and differs between ranks that belong to different numbers of groups; in both cases
@@ -22,9 +23,10 @@ def new_group(name: str, ranks: list[int], timeout: timedelta, backend: str) -> 
     given = module._process_group_name
     module._process_group_name = lambda ranks, use_hashed_name: module.GroupName(name)
     try:
-        return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+        group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
     finally:
         module._process_group_name = given
+    return cast(ProcessGroup, group)
 
 
 def profiler_enabled() -> bool:
@@ -32,13 +34,13 @@ def profiler_enabled() -> bool:
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 
-def own_store() -> Any:
-    """The key-value store of the default process group, through a connection of its own where it has one.
+def own_store() -> Store:
+    """Return the key-value store of the default process group, through a connection of its own if it has one.
 
     A thread may then use it while another thread waits in the store.
     """
-    store: Any = dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d._get_default_store()
     try:
-        return store.clone()
+        return cast(Store, store.clone())  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError, NotImplementedError):
         return store

@@ -1,9 +1,9 @@
-"""The watchdog: who waits for whom when a step stands still, and one error for all when a rank fails.
+"""The watchdog: who waits for whom when a step stands still, and one error on all ranks when one fails.
 
-Every rank has a thread that looks at the key-value store of the process group. The first rank to fail writes
-why; all others find it, leave the pipeline's groups so that nobody waits for them, and raise the same error.
-A rank that stands still longer than a moment publishes what it does; the first one past the limit follows
-the chain of waits and names its root.
+Every rank has a thread that looks at the key-value store of the process group. The first rank that fails
+writes why; all others read it, leave the pipeline's groups so that nobody waits for them, and raise the same
+error. A rank that stands still for longer than a moment publishes what it does; the first one that passes the
+limit follows the chain of waits and names its root.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+
+from torch.distributed.distributed_c10d import Store
 
 from zbcompile.errors import PipelineError
 
@@ -24,8 +25,9 @@ POLL_S = 0.1
 """Seconds between two looks at the store."""
 
 _GRACE_S = 0.6
-_SIGNAL = signal.SIGURG
+"""Seconds that a rank whose connection broke waits for another rank's reason."""
 
+_SIGNAL = signal.SIGURG
 
 _NO_STORE = (
     "the key-value store of the process group is gone, and with it the process that kept it "
@@ -37,7 +39,14 @@ _NO_STORE = (
 class Doing:
     """What a rank's main thread does.
 
-    words : of an action or a wait. peer : the rank waited for, or -1. since : when it began (monotonic, s).
+    Attributes
+    ----------
+    words
+        The action or the wait, in words.
+    peer
+        The rank waited for, or -1.
+    since
+        When it began, in seconds of the monotonic clock.
     """
 
     words: str
@@ -45,7 +54,7 @@ class Doing:
     since: float
 
     def text(self) -> str:
-        """One line for the store."""
+        """Return one line for the store."""
         return f"{self.peer}|{time.monotonic() - self.since:.1f}|{self.words}"
 
 
@@ -54,24 +63,38 @@ class Interrupted(BaseException):
 
 
 class Watchdog:
-    """One rank's watchdog.
+    """One rank's watchdog. As a context manager it surrounds a step.
 
-    doing : asked for what the main thread does; None between steps. abandon : leaves the groups.
+    Parameters
+    ----------
+    store
+        The key-value store that the ranks of one runner share.
+    rank
+        This rank.
+    limit_s
+        Seconds that a wait may last before the step is ended.
+    doing
+        Returns what the main thread does; None between steps.
+    abandon
+        Leaves the process groups.
+
+    Attributes
+    ----------
+    reason
+        Why the pipeline failed, or None.
     """
 
     def __init__(
         self,
-        store: Any,
+        store: Store,
         rank: int,
-        size: int,
         limit_s: float,
         doing: Callable[[], Doing | None],
         abandon: Callable[[], None],
     ) -> None:
-        self.store, self.rank, self.size, self.limit_s = store, rank, size, limit_s
+        self.store, self.rank, self.limit_s = store, rank, limit_s
         self._doing, self._abandon = doing, abandon
         self.reason: str | None = None
-        self._reported = False
         self._step_thread: int | None = None
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -79,11 +102,11 @@ class Watchdog:
         self._thread.start()
 
     def error(self) -> PipelineError | None:
-        """The failure of the pipeline, if there is one."""
+        """Return the failure of the pipeline, if there is one."""
         return None if self.reason is None else PipelineError(self.reason)
 
     def fail(self, reason: str) -> PipelineError:
-        """Tell all ranks why the step failed. Returns the first failure of all ranks, which all raise."""
+        """Tell all ranks why the step failed; return the error of the first failure, which all raise."""
         try:
             found = self.store.compare_set("failed", "", reason)
             first = (found.decode() if isinstance(found, bytes) else str(found)) or reason
@@ -94,7 +117,7 @@ class Watchdog:
         return PipelineError(self.reason or first)
 
     def broken(self, reason: str) -> PipelineError:
-        """A connection broke: the reason that another rank gives, or after a moment this one."""
+        """Return the error of a broken connection: another rank's reason, or after a moment this one."""
         deadline = time.monotonic() + _GRACE_S
         while self.reason is None and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -106,7 +129,7 @@ class Watchdog:
         self._thread.join(timeout=2.0)
 
     def __enter__(self) -> Watchdog:
-        """A step begins on this thread: it can be interrupted while it computes."""
+        """Begin a step on this thread, which can be interrupted while it computes."""
         if threading.current_thread() is threading.main_thread():
             self._old = signal.signal(_SIGNAL, self._interrupt)
             self._step_thread = threading.get_ident()
@@ -156,7 +179,7 @@ class Watchdog:
                 return
 
     def _diagnose(self, doing: Doing) -> str:
-        """Follow who waits for whom from this rank to a rank that does not wait."""
+        """Return in words who waits for whom, from this rank to a rank that does not wait."""
         age = time.monotonic() - doing.since
         chain, words, peer = [self.rank], doing.words, doing.peer
         root = ""
@@ -178,6 +201,7 @@ class Watchdog:
         return f"stalled: rank {self.rank} {words} for {age:.1f} s; chain {path}; root: {root}"
 
     def _state_of(self, rank: int) -> tuple[int, str, str] | None:
+        """Return what a rank has published: (rank waited for, seconds, words), or None."""
         key = f"doing/{rank}"
         if not self.store.check([key]):
             return None

@@ -1,8 +1,8 @@
-"""Tensors on a wire: memory in the order of the strides that were compiled for.
+"""How the tensors of a message travel: in the memory order of the strides that were compiled for.
 
-A contiguous tensor travels as it is, another dense one, in whatever order of its dimensions, as the bytes of
-its own memory, without a copy. One with gaps or repeated elements, or conjugated or negated only by a mark,
-travels as a copy. Zero elements travel not at all.
+A contiguous tensor travels as it is. Any other dense tensor, whatever the order of its dimensions, travels as
+the bytes of its own memory, without a copy. A tensor with gaps or repeated elements, or one that is
+conjugated or negated only by a mark, travels as a copy. A tensor without elements does not travel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ __all__ = ["WireFormat"]
 
 @dataclass(frozen=True)
 class WireFormat:
-    """How one port's tensor lies in memory at the receiver; ``num_bytes`` are what a message carries."""
+    """How one tensor of a message travels and how it lies in memory at the receiver.
+
+    Attributes
+    ----------
+    shape, stride, dtype, device
+        Of the tensor at the receiver.
+    num_bytes
+        Bytes that the message carries for it.
+    is_dense
+        Whether the strides visit every element once and leave no gap.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -34,9 +44,14 @@ class WireFormat:
         object.__setattr__(self, "_is_plain", self.is_dense and self.stride == _contiguous(self.shape))
 
     @staticmethod
-    def of(port: PortLike) -> WireFormat:
-        """The layout of a port; a tensor that repeats elements arrives contiguous."""
+    def of(port: PortLike, *, gradient: bool = False) -> WireFormat:
+        """Return the wire format of a port's tensor or of its gradient.
+
+        A tensor that repeats elements arrives contiguous.
+        """
         shape, stride = tuple(port.shape), tuple(port.stride)
+        if gradient and port.grad_stride:
+            stride = tuple(port.grad_stride)
         count = 1
         for extent in shape:
             count *= extent
@@ -45,10 +60,19 @@ class WireFormat:
             stride, dense = _contiguous(shape), True
         return WireFormat(shape, stride, port.dtype, port.device, count * port.dtype.itemsize, dense)
 
-    def pack(self, tensor: Tensor) -> Tensor:
-        """What goes on the wire, contiguous: the tensor itself, or a flat uint8 view of it or of a copy.
+    @staticmethod
+    def contiguous(tensor: Tensor) -> WireFormat:
+        """Return the wire format of tensors of this shape and dtype that arrive contiguous."""
+        shape = tuple(tensor.shape)
+        return WireFormat(shape, _contiguous(shape), tensor.dtype, tensor.device, tensor.nbytes, True)
 
-        Raises `ShapeError` for another shape or dtype: the peer's buffer has the one compiled for.
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Return what goes on the wire, contiguous: the tensor, or a flat uint8 view of it or of a copy.
+
+        Raises
+        ------
+        ShapeError
+            The tensor has another shape or dtype than the peer's buffer, which has the one compiled for.
         """
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
             raise ShapeError(
@@ -69,13 +93,13 @@ class WireFormat:
         return flat.view(torch.uint8)
 
     def buffer(self) -> Tensor:
-        """Memory for what ``pack`` makes at the other end."""
+        """Return memory for what ``pack`` makes at the other end."""
         if self._is_plain:
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
         return torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
 
     def unpack(self, arrived: Tensor) -> Tensor:
-        """The tensor in an arrived buffer, with the strides that were compiled for."""
+        """Return the tensor in an arrived buffer, with the strides that were compiled for."""
         if self._is_plain:
             return arrived
         typed = arrived.view(self.dtype)
@@ -88,6 +112,7 @@ class WireFormat:
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of this shape."""
     stride, step = [0] * len(shape), 1
     for k in range(len(shape) - 1, -1, -1):
         stride[k] = step
@@ -96,7 +121,7 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Every element once and no gap, in some order of the dimensions."""
+    """Whether the strides visit every element once, without a gap, in some order of the dimensions."""
     if 0 in shape:
         return True
     step = 1

@@ -1,8 +1,8 @@
-"""Messages over NCCL: one communicator and one CUDA stream per directed pair of ranks.
+"""Channels over NCCL: one communicator and one CUDA stream per directed pair of ranks.
 
 The host never waits: a send's stream waits for an event after the action that made the tensor; the compute
 stream waits for the receive just before the action that uses it. A communicator is a serial queue, so each
-direction of each pair has its own, and no message stands behind one that it has nothing to do with.
+direction of each pair has its own, and no message waits behind one that it has nothing to do with.
 A posted receive occupies the GPU until its message comes; the program posts it no earlier than it must.
 
 Written against the documentation; not yet run on GPU (docs/runtime.md).
@@ -12,38 +12,44 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import ProcessGroup, Work
 
 from zbcompile.runtime.channels.channel import Key, Ticket
 from zbcompile.runtime.group import PipelineGroup
-from zbcompile.runtime.verbs import PipelineSpec
+from zbcompile.runtime.spec import PipelineSpec
 from zbcompile.runtime.wire_format import WireFormat
 
 __all__ = ["NcclChannels", "directed_pairs"]
 
 
-def directed_pairs(setup: PipelineSpec) -> list[tuple[int, int]]:
-    """Every (source rank, target rank) that exchanges messages, tied parameters included, in a fixed
-    order."""
-    rank_of = setup.placement.rank_of
-    pairs = {(rank_of[source], rank_of[target]) for _, source, target in setup.layouts}
-    for stages in setup.tied.values():
+def directed_pairs(spec: PipelineSpec) -> list[tuple[int, int]]:
+    """Return every (source rank, target rank) that exchanges messages, tied parameters included, in order."""
+    rank_of = spec.placement.rank_of
+    pairs = {(rank_of[source], rank_of[target]) for _, source, target in spec.wire_formats}
+    for stages in spec.tied.values():
         ranks = {rank_of[s] for s in stages}
         pairs |= {(a, b) for a in ranks for b in ranks}
     return sorted(pair for pair in pairs if pair[0] != pair[1])
 
 
 class _Channel:
-    """A communicator of two ranks and its stream on this rank's device."""
+    """A communicator and its stream on this rank's device; ``other`` is the peer's rank in it."""
 
-    def __init__(self, group: Any, is_source: bool, other: int, device: torch.device) -> None:
-        self.group, self.is_source, self.other, self.device = group, is_source, other, device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def __init__(
+        self,
+        group: ProcessGroup,
+        is_source: bool,
+        other: int,
+        device: torch.device,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self.group, self.is_source, self.other = group, is_source, other
+        self.device, self.stream = device, stream
 
-    def start(self, flats: list[Tensor]) -> list[Any]:
+    def start(self, flats: list[Tensor]) -> list[Work]:
         """Queue the transfers behind what the compute stream has queued so far."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         works = []
@@ -59,13 +65,13 @@ class _Channel:
 
 
 class _NcclTicket:
-    __slots__ = ("_channel", "_flats", "_layouts", "_works", "key", "peer", "since")
+    __slots__ = ("_channel", "_flats", "_wire_formats", "_works", "key", "peer", "since")
 
     def __init__(
-        self, key: Key, peer: int, channel: _Channel, flats: list[Tensor], layouts: Sequence[WireFormat]
+        self, key: Key, peer: int, channel: _Channel, flats: list[Tensor], wire_formats: Sequence[WireFormat]
     ) -> None:
         self.key, self.peer, self._channel = key, peer, channel
-        self._layouts, self._flats = layouts, flats
+        self._wire_formats, self._flats = wire_formats, flats
         self.since = time.monotonic()
         self._works = channel.start(flats)
 
@@ -83,51 +89,54 @@ class _NcclTicket:
         current = torch.cuda.current_stream(self._channel.device)
         for flat in flats:
             flat.record_stream(current)
-        return [layout.unpack(flat) for layout, flat in zip(self._layouts, flats, strict=True)]
+        return [form.unpack(flat) for form, flat in zip(self._wire_formats, flats, strict=True)]
 
 
 class NcclChannels:
-    """One rank's end. Communicators are made and warmed up here, in the same order on all ranks."""
+    """One rank's end of its channels over NCCL.
 
-    def __init__(self, group: PipelineGroup, setup: PipelineSpec, device: torch.device) -> None:
-        self._device, self._rank = device, group.rank
+    Communicators are made and warmed up in the constructor, in the same order on all ranks.
+    """
+
+    def __init__(self, group: PipelineGroup, spec: PipelineSpec, device: torch.device) -> None:
+        self._rank = group.rank
         self._channels: dict[tuple[int, int], _Channel] = {}
         self._open: list[_NcclTicket] = []
-        if setup.one_communicator:
-            self._share_one(group, setup, device)
+        if spec.one_communicator:
+            self._share_one(group, spec, device)
             return
-        for source, target in directed_pairs(setup):
+        for source, target in directed_pairs(spec):
             pair = group.new_pair("nccl", source, target)
             if pair is not None:
                 peer = target if group.rank == source else source
-                channel = _Channel(pair, group.rank == source, int(peer > group.rank), device)
+                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                channel = _Channel(pair, group.rank == source, int(peer > group.rank), device, stream)
                 channel.start([torch.zeros(1, dtype=torch.uint8, device=device)])
                 self._channels[source, target] = channel
         torch.cuda.synchronize(device)
 
-    def _share_one(self, group: PipelineGroup, setup: PipelineSpec, device: torch.device) -> None:
+    def _share_one(self, group: PipelineGroup, spec: PipelineSpec, device: torch.device) -> None:
         """The fallback: all channels are one communicator and one stream."""
         everyone = group.new_group("nccl")
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        for source, target in directed_pairs(setup):
+        for source, target in directed_pairs(spec):
             if group.rank in (source, target):
                 peer = target if group.rank == source else source
-                channel = _Channel(everyone, group.rank == source, peer, device)
-                channel.stream = stream
-                self._channels[source, target] = channel
+                self._channels[source, target] = _Channel(
+                    everyone, group.rank == source, peer, device, stream
+                )
 
-    def post_send(self, peer: int, key: Key, layouts: Sequence[WireFormat], tensors: list[Tensor]) -> Ticket:
+    def post_send(
+        self, peer: int, key: Key, wire_formats: Sequence[WireFormat], tensors: list[Tensor]
+    ) -> Ticket:
         """Queue a send; the tensors' memory is not reused before it is done."""
-        flats = [layout.pack(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
-        return self._post(key, peer, self._channels[self._rank, peer], flats, layouts)
+        flats = [form.pack(tensor) for form, tensor in zip(wire_formats, tensors, strict=True)]
+        return self._post(key, peer, self._channels[self._rank, peer], flats, wire_formats)
 
-    def post_recv(self, peer: int, key: Key, layouts: Sequence[WireFormat]) -> Ticket:
+    def post_recv(self, peer: int, key: Key, wire_formats: Sequence[WireFormat]) -> Ticket:
         """Queue a receive into fresh memory."""
-        flats = [layout.buffer() for layout in layouts]
-        return self._post(key, peer, self._channels[peer, self._rank], flats, layouts)
-
-    def flush(self) -> None:
-        """Transfers are queued when they are posted."""
+        flats = [form.buffer() for form in wire_formats]
+        return self._post(key, peer, self._channels[peer, self._rank], flats, wire_formats)
 
     def oldest(self) -> _NcclTicket | None:
         """The transfer that has been open for longest; for the watchdog."""
@@ -140,8 +149,8 @@ class NcclChannels:
             channel.group.abort()
 
     def _post(
-        self, key: Key, peer: int, channel: _Channel, flats: list[Tensor], layouts: Sequence[WireFormat]
+        self, key: Key, peer: int, channel: _Channel, flats: list[Tensor], wire_formats: Sequence[WireFormat]
     ) -> Ticket:
-        ticket = _NcclTicket(key, peer, channel, flats, layouts)
+        ticket = _NcclTicket(key, peer, channel, flats, wire_formats)
         self._open.append(ticket)
         return ticket

@@ -1,0 +1,90 @@
+"""What all ranks of a pipeline share, and what one step takes and returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from zbcompile.runtime.gradients import tied_holders
+from zbcompile.runtime.wire_format import WireFormat
+from zbcompile.runtime.wiring import RunnableStage, Wiring
+from zbcompile.schedule.ir import Placement
+
+__all__ = ["PipelineSpec", "Step"]
+
+
+@dataclass(frozen=True)
+class PipelineSpec:
+    """What all ranks of a pipeline share: stages, their placement, their wiring. Equal on all ranks.
+
+    Attributes
+    ----------
+    stages
+        All stages; a rank runs only its own and reads no more than the ports of the others.
+    placement
+        Which rank runs which stage.
+    num_microbatches
+        Microbatches per step.
+    seed
+        Seed of the random streams.
+    random_stages
+        The stages whose forward draws random numbers.
+    one_communicator
+        Whether the programs keep one global order of messages, for channels with a single queue.
+    wiring
+        Which tensor of which stage goes where.
+    wire_formats
+        Per kind of message (backward, source stage, target stage) the wire formats of its tensors.
+    tied
+        Parameters that several stages hold: name -> stages in order.
+    """
+
+    stages: tuple[RunnableStage, ...]
+    placement: Placement
+    num_microbatches: int
+    seed: int = 0
+    random_stages: frozenset[int] = frozenset()
+    one_communicator: bool = False
+    wiring: Wiring = field(init=False)
+    wire_formats: Mapping[tuple[bool, int, int], tuple[WireFormat, ...]] = field(init=False)
+    tied: Mapping[str, tuple[int, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        wiring = Wiring.of(self.stages)
+        wire_formats = {
+            (backward, source, target): tuple(WireFormat.of(port, gradient=backward) for port in ports)
+            for (backward, source, target), ports in wiring.ports.items()
+        }
+        object.__setattr__(self, "wiring", wiring)
+        object.__setattr__(self, "wire_formats", wire_formats)
+        object.__setattr__(self, "tied", tied_holders([stage.trainable for stage in self.stages]))
+
+
+@dataclass
+class Step:
+    """One training or evaluation step: its inputs, and what comes out on one rank.
+
+    Attributes
+    ----------
+    batch
+        Per microbatch, the flat list of tensor inputs.
+    number
+        Number of the step; it chooses the random streams.
+    loss_scale
+        The gradient of each microbatch's loss.
+    keep_results
+        Whether outputs are wanted.
+    losses
+        Microbatch -> loss; filled by the step.
+    results
+        (stage, output position) -> microbatch -> tensor; filled by the step.
+    """
+
+    batch: Sequence[Sequence[Tensor]]
+    number: int = 0
+    loss_scale: float = 1.0
+    keep_results: bool = True
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    results: dict[tuple[int, int], dict[int, Tensor]] = field(default_factory=dict)
