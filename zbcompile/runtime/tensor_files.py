@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Protocol, cast
 
 from torch import Tensor
 
@@ -52,7 +54,7 @@ class TensorFiles(Mapping[str, Tensor]):
         with _opened(file) as tensors:
             if name not in tensors.keys():  # noqa: SIM118
                 raise FormatError(f"the index places {name!r} in a file that lacks it", where=str(file))
-            return tensors.get_tensor(name)  # type: ignore[no-any-return]
+            return tensors.get_tensor(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -81,7 +83,14 @@ def _names(file: Path) -> list[str]:
         return list(tensors.keys())
 
 
-def _opened(file: Path):  # type: ignore[no-untyped-def]  # safetensors has no types
+class _OpenFile(Protocol):
+    """What is used of an open safetensors file; the package has no types."""
+
+    def keys(self) -> Iterable[str]: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+def _opened(file: Path) -> AbstractContextManager[_OpenFile]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -93,6 +102,6 @@ def _opened(file: Path):  # type: ignore[no-untyped-def]  # safetensors has no t
             "only safetensors files are read", where=str(file), fix="save the weights as safetensors"
         )
     try:
-        return safe_open(file, framework="pt")
+        return cast("AbstractContextManager[_OpenFile]", safe_open(file, framework="pt"))
     except (SafetensorError, OSError) as error:
         raise FormatError(f"not a readable safetensors file: {error}", where=str(file)) from error
