@@ -10,7 +10,6 @@ Written against the documentation; not yet run on GPU (docs/runtime.md).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -65,14 +64,13 @@ class _Channel:
 
 
 class _NcclTicket:
-    __slots__ = ("_channel", "_flats", "_wire_formats", "_works", "key", "peer", "since")
+    __slots__ = ("_channel", "_flats", "_wire_formats", "_works", "key", "peer")
 
     def __init__(
         self, key: Key, peer: int, channel: _Channel, flats: list[Tensor], wire_formats: Sequence[WireFormat]
     ) -> None:
         self.key, self.peer, self._channel = key, peer, channel
         self._wire_formats, self._flats = wire_formats, flats
-        self.since = time.monotonic()
         self._works = channel.start(flats)
 
     def ready(self) -> bool:
@@ -138,11 +136,6 @@ class NcclChannels:
         flats = [form.buffer() for form in wire_formats]
         return self._post(key, peer, self._channels[peer, self._rank], flats, wire_formats)
 
-    def oldest(self) -> _NcclTicket | None:
-        """The transfer that has been open for longest; for the watchdog."""
-        self._open = [ticket for ticket in self._open if not ticket.ready()]
-        return self._open[0] if self._open else None
-
     def abandon(self) -> None:
         """Abort every communicator: kernels that wait on this rank and its peers end with an error."""
         for channel in self._channels.values():
@@ -151,6 +144,8 @@ class NcclChannels:
     def _post(
         self, key: Key, peer: int, channel: _Channel, flats: list[Tensor], wire_formats: Sequence[WireFormat]
     ) -> Ticket:
+        """Queue a transfer, and let go of those that are done and of their memory."""
         ticket = _NcclTicket(key, peer, channel, flats, wire_formats)
+        self._open = [other for other in self._open if not other.ready()]
         self._open.append(ticket)
         return ticket
