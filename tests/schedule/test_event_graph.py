@@ -16,8 +16,9 @@ from zbcompile.passes.lower.insert_comm import insert_comm
 from zbcompile.schedule.check import check, checked_times
 from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
-from zbcompile.schedule.event_graph import EventGraph, Message
+from zbcompile.schedule.event_graph import EventGraph
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
+from zbcompile.schedule.messages import Message
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.rules import durations
 from zbcompile.schedule.simulate import simulate
@@ -146,7 +147,7 @@ class Machine:
 
 def compare(schedule: Schedule, problem: Problem, slots: int | None) -> bool:
     """Whether both say that it ends; times must agree."""
-    graph = EventGraph.of(schedule, problem, slots)
+    graph = EventGraph(schedule, problem, slots)
     early = graph.earliest()
     start = Machine(schedule, problem, slots).run()
     assert (early is None) == (start is None)
@@ -236,7 +237,7 @@ def test_one_global_order_of_messages_never_hangs_on_one_communicator(problem: P
     lowered = insert_comm(schedule, problem, one_communicator=True)
     check(lowered.schedule, problem)
     assert lowered.schedule.compute_only() == schedule
-    assert EventGraph.of(lowered.schedule, problem, None, one_communicator=True).earliest() is not None
+    assert EventGraph(lowered.schedule, problem, None, one_communicator=True).earliest() is not None
     assert lowered.value_ns >= insert_comm(schedule, problem).value_ns
 
 
@@ -251,8 +252,8 @@ def test_receives_posted_early_on_one_communicator_hang_as_reported() -> None:
         rank 1: 1F0 2F0 1F1 2F1 2BW0 1BW0 2BW1 1BW1"""
     )
     early = insert_communication(order, problem, 100)
-    assert EventGraph.of(early, problem).earliest() is not None
-    assert EventGraph.of(early, problem, None, one_communicator=True).earliest() is None
+    assert EventGraph(early, problem).earliest() is not None
+    assert EventGraph(early, problem, None, one_communicator=True).earliest() is None
     assert insert_comm(order, problem, one_communicator=True).value_ns > 0
 
 
@@ -267,7 +268,7 @@ def test_edges_that_the_order_implies_change_nothing(transport: str) -> None:
         problem = Problem.of(profile, Placement.v(2), 4, transport=transport)
         order = insert_communication(greedy_order(problem, random), problem, random.randint(1, 3))
         order = shuffled(order, random)
-        lean, whole = (EventGraph(order, problem, 2, whole=whole) for whole in (False, True))
+        lean, whole = (EventGraph(order, problem, 2, implied_edges=implied) for implied in (False, True))
         early = lean.earliest()
         assert early == whole.earliest()
         if early is None:
