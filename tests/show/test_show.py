@@ -29,7 +29,7 @@ from zbcompile.show.baseline import merge_stages, one_f_one_b
 from zbcompile.show.export import export
 from zbcompile.show.lanes import Box, Window, bar_lane, memory_lane
 from zbcompile.show.palette import ASCII, UNICODE
-from zbcompile.show.summary import headline, proof_line, remarks, summarize, to_json
+from zbcompile.show.summary import Proof, headline, proof_line, remarks, summarize, to_json
 from zbcompile.show.timeline import Picture, View
 from zbcompile.show.units import format_bytes, ticks, time_unit
 
@@ -162,13 +162,13 @@ def test_memory_lane_shows_the_highest_level_of_each_cell() -> None:
 
 def test_the_gain_comes_first_and_is_the_simulated_one() -> None:
     file = example()
-    plan = summarize(file)
+    summary = summarize(file)
     reference = simulate(to_schedule(classic_1f1b(4, 8), file.problem), file.problem).span_ns
-    gain = 1 - plan.timeline.span_ns / reference
+    gain = 1 - summary.timeline.span_ns / reference
     first = drawn(file, 120).splitlines()[0]
     assert first.startswith(f"{100 * gain:.1f} % shorter than 1F1B within the same cap")
-    assert to_json(plan)["one_f_one_b"]["gain"] == pytest.approx(gain)
-    assert to_json(plan)["one_f_one_b"]["value_ns"] == reference
+    assert to_json(summary)["one_f_one_b"]["gain"] == pytest.approx(gain)
+    assert to_json(summary)["one_f_one_b"]["value_ns"] == reference
 
 
 def test_it_says_when_zero_bubble_does_not_pay() -> None:
@@ -219,13 +219,22 @@ def test_merging_stages_keeps_work_bytes_and_flows() -> None:
 
 def test_what_is_proved_is_said_and_no_more() -> None:
     file = example()
-    assert proof_line(summarize(file)).startswith("gap 0.13 %: no order is shorter than")
     value = file.certificate.value_ns
-    optimal = replace(file, certificate=Certificate("span", value, value, "cp_sat"))
-    assert proof_line(summarize(optimal)) == "proved optimal (cp_sat): no order of this problem is shorter"
-    assert "nothing is proved" in proof_line(summarize(replace(file, certificate=None)))
-    foreign = replace(file, certificate=Certificate("span", value - MS, value - MS, "cp_sat"))
-    assert "proves nothing here" in proof_line(summarize(foreign))
+    cases = {
+        Proof.GAP: (file.certificate, "gap 0.13 %: no order is shorter than"),
+        Proof.OPTIMAL: (
+            Certificate("span", value, value, "cp_sat"),
+            "proved optimal (cp_sat): no order of this problem is shorter",
+        ),
+        Proof.ABSENT: (None, "no certificate: nothing is proved about this order"),
+        Proof.OTHER_VALUE: (Certificate("span", value - MS, value - MS, "cp_sat"), "the file's certificate"),
+    }
+    assert set(cases) == set(Proof)
+    for proof, (certificate, words) in cases.items():
+        summary = summarize(replace(file, certificate=certificate))
+        assert summary.proof is proof
+        assert proof_line(summary).startswith(words)
+        assert ("proves nothing here" in proof_line(summary)) == (proof is Proof.OTHER_VALUE)
 
 
 def test_orders_that_lack_work_or_exceed_a_cap_are_remarked_on() -> None:

@@ -25,7 +25,7 @@ class Certificate:
     bound_ns
         Lower bound in ns: no order of this problem is shorter.
     method
-        What proved the bound: ``work``, ``warmup``, ``enclosing_pair``, ``crossing``, ``area``, ``cp_sat``, ...
+        What proved the bound: ``work``, ``enclosing_pair``, ``crossing``, ``area``, ``cp_sat``, ...
     witness
         The evidence of the bound, as plain JSON values (rank, windows, pair, terms of the sum).
 
