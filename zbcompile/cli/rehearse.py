@@ -18,6 +18,7 @@ from zbcompile.formats import measured_json, profile_json
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.files import write_text
 from zbcompile.formats.schedule_json import ScheduleFile
+from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
 from zbcompile.show.units import format_bytes, time_unit
 
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     file = load_scheduled(arguments)
     if file.problem is None:
         raise UsageError("the schedule carries no profile to sleep by", fix="give --profile PROFILE.json")
-    solution = _solution(file)
+    solution = _solution(file, file.problem)
     timeout_s = 120 + 10 * arguments.steps * solution.certificate.value_ns / 1e9
     found = rehearse(solution, steps=arguments.steps, stall_limit_s=_STALL_S, timeout_s=timeout_s)
     if found is None:
@@ -68,12 +69,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _solution(file: ScheduleFile) -> Solution:
+def _solution(file: ScheduleFile, problem: Problem) -> Solution:
     """Return the file's solution; an order without a certificate is rated."""
     from zbcompile.planner.imported import rated
 
-    problem = file.problem
-    assert problem is not None
     if file.certificate is not None:
         return file.solution()
     return rated(file.schedule, problem)

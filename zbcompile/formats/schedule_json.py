@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
 
 from zbcompile.errors import FormatError
 from zbcompile.formats.fields import Fields, format_json, guarded, integer, items, parse_json, plain
@@ -260,5 +259,5 @@ def _certificate(fields: Fields) -> Certificate | None:
     evidence = plain({} if witness is None else witness, inner.at("witness"))
     if not isinstance(evidence, dict):
         raise FormatError("expected an object", where=inner.at("witness"))
-    proof = cast(Mapping[str, object], evidence)
-    return guarded(lambda: Certificate(objective, value_ns, bound_ns, method, proof), inner.where)
+    shown: Mapping[str, object] = evidence
+    return guarded(lambda: Certificate(objective, value_ns, bound_ns, method, shown), inner.where)

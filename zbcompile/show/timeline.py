@@ -114,7 +114,7 @@ class _Drawing:
                 yield Text()
         yield from self._legend()
         if self.measured is not None:
-            yield from self._measured_lines()
+            yield from self._measured_lines(self.measured)
 
     def _head(self) -> Iterator[Text]:
         summary, timeline, problem = self.summary, self.timeline, self.timeline.problem
@@ -178,19 +178,19 @@ class _Drawing:
     def _rank(self, rank: int) -> Iterator[Text]:
         yield self._lane(f"rank {rank}", self._bars(rank), self.notes[rank])
         if self.measured is not None:
-            yield self._lane("  real", self._measured_bars(rank), self._measured_note(rank))
+            bars = self._measured_bars(self.measured, rank)
+            yield self._lane("  real", bars, self._measured_note(self.measured, rank), dim=True)
             return
         if self.draws_messages:
             lane = message_lane(self.transfers[rank], self.window, self.glyphs, colour=self.colour)
-            yield self._lane("  send", lane)
+            yield self._lane("  send", lane, dim=True)
         if self.draws_memory:
-            yield self._lane("  mem", self._memory(rank))
+            yield self._lane("  mem", self._memory(rank), dim=True)
 
-    def _lane(self, name: str, lane: Text, note: str = "") -> Text:
+    def _lane(self, name: str, lane: Text, note: str = "", *, dim: bool = False) -> Text:
+        """Return a line with its name, its lane and a note; ``dim`` is for the name."""
         line = Text(no_wrap=True, overflow="crop")
-        line.append(
-            name.ljust(self.left)[: self.left], _DIM if self.colour and name[0] == " " else Style.null()
-        )
+        line.append(name.ljust(self.left)[: self.left], _DIM if self.colour and dim else Style.null())
         line.append_text(lane)
         if self.right and note:
             line.append(note, _DIM if self.colour else Style.null())
@@ -205,10 +205,9 @@ class _Drawing:
         ]
         return bar_lane(boxes, self.window, self.glyphs, colour=self.colour)
 
-    def _measured_bars(self, rank: int) -> Text:
-        assert self.measured is not None
+    def _measured_bars(self, measured: Measured, rank: int) -> Text:
         stages = self.timeline.problem.placement.stages_of(rank)
-        row = self.measured.ranks[rank] if rank < len(self.measured.ranks) else ()
+        row = measured.ranks[rank] if rank < len(measured.ranks) else ()
         boxes = [
             Box(a, start, end, stages.index(a.stage) if a.stage in stages else 0)
             for a, start, end in sorted(row, key=lambda event: event[1])
@@ -216,12 +215,11 @@ class _Drawing:
         ]
         return bar_lane(boxes, self.window, self.glyphs, colour=self.colour)
 
-    def _measured_note(self, rank: int) -> str:
-        assert self.measured is not None
-        whole = self.measured.makespan_ns
-        if not whole or rank >= len(self.measured.ranks):
+    def _measured_note(self, measured: Measured, rank: int) -> str:
+        whole = measured.makespan_ns
+        if not whole or rank >= len(measured.ranks):
             return ""
-        return f" idle {percent(1.0 - self.measured.busy_ns(rank) / whole)}"
+        return f" idle {percent(1.0 - measured.busy_ns(rank) / whole)}"
 
     def _transfers(self) -> list[list[Transfer]]:
         """Return per rank the messages that it sends."""
@@ -300,16 +298,15 @@ class _Drawing:
     def _item(sample: Text, name: str) -> Text:
         return Text.assemble(sample, f" {name}")
 
-    def _measured_lines(self) -> Iterator[Text]:
-        assert self.measured is not None
-        unit, planned, real = self.summary.unit, self.timeline.makespan_ns, self.measured.makespan_ns
+    def _measured_lines(self, measured: Measured) -> Iterator[Text]:
+        unit, planned, real = self.summary.unit, self.timeline.makespan_ns, measured.makespan_ns
         over = real / planned - 1 if planned else 0.0
         yield Text()
         yield self._line(
             f"measured makespan {unit.text(real)}, planned {unit.text(planned)}: {100 * over:+.1f} %",
             _BOLD,
         )
-        for kind, planned, real, count in kind_means(self.timeline, self.measured):
+        for kind, planned, real, count in kind_means(self.timeline, measured):
             share = f"{100 * (real / planned - 1):+.1f} %" if planned else "free in the plan"
             means = f"mean {unit.text(real)}, planned {unit.text(planned)}: {share}"
             yield self._line(f"  {kind.letter:<2} {count:>5} x  {means}")
