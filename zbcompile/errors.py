@@ -22,12 +22,19 @@ class ZBCompileError(Exception):
 
     Parameters
     ----------
-    what : one sentence: what cannot be done.
-    where : rank, stage, microbatch, parameter, source line or file, as far as known.
-    needed, given : the two sides of a failed comparison, in the same unit.
-    fix : what the reader can change.
+    what
+        One sentence: what cannot be done.
+    where
+        Rank, stage, microbatch, parameter, source line or file, as far as known.
+    needed, given
+        The two sides of a failed comparison, in the same unit.
+    fix
+        What the reader can change.
 
-    ``exit_code`` is what the command line ends with (documented in the README).
+    Attributes
+    ----------
+    exit_code
+        What the command line ends with; the README lists the codes.
     """
 
     exit_code = 1
@@ -66,7 +73,7 @@ def _rebuild(
 
 
 class UsageError(ZBCompileError, ValueError):
-    """An argument that cannot be meant: unknown name, wrong count, wrong type. Also a `ValueError`."""
+    """An argument that makes no sense: unknown name, wrong count, wrong type. Also a `ValueError`."""
 
     exit_code = 2
 
@@ -76,7 +83,7 @@ class FormatError(UsageError):
 
 
 class CheckError(ZBCompileError):
-    """A schedule that is incomplete, out of order, deadlocks or exceeds a cap."""
+    """A schedule that is incomplete or out of order, deadlocks, or exceeds a cap."""
 
 
 class InfeasibleError(ZBCompileError):

@@ -82,7 +82,7 @@ def _value(
     schedule: Schedule, problem: Problem, send_slots: int | None, one_communicator: bool = False
 ) -> int | None:
     """Predicted span or makespan; None when that few slots make a circle of waits."""
-    graph = EventGraph.of(schedule, problem, send_slots, one_communicator)
+    graph = EventGraph(schedule, problem, send_slots, one_communicator)
     early = graph.earliest()
     if early is None:
         if send_slots is None:

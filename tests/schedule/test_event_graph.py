@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.strategies import greedy_order, problems
-from zbcompile.errors import CheckError
+from zbcompile.errors import CheckError, UsageError
 from zbcompile.passes.lower.insert_comm import insert_comm
 from zbcompile.schedule.check import check, checked_times
-from zbcompile.schedule.communication import insert_communication
+from zbcompile.schedule.communication import insert_communication, lowered
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
-from zbcompile.schedule.event_graph import EventGraph, Message
+from zbcompile.schedule.event_graph import EventGraph
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
+from zbcompile.schedule.messages import Message
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.rules import durations
 from zbcompile.schedule.simulate import simulate
@@ -146,7 +147,7 @@ class Machine:
 
 def compare(schedule: Schedule, problem: Problem, slots: int | None) -> bool:
     """Whether both say that it ends; times must agree."""
-    graph = EventGraph.of(schedule, problem, slots)
+    graph = EventGraph(schedule, problem, slots)
     early = graph.earliest()
     start = Machine(schedule, problem, slots).run()
     assert (early is None) == (start is None)
@@ -233,11 +234,11 @@ def test_random_programs_end_or_hang_as_the_graph_says(transport: str) -> None:
 @given(problems(), st.randoms(use_true_random=False))
 def test_one_global_order_of_messages_never_hangs_on_one_communicator(problem: Problem, random: Any) -> None:
     schedule = greedy_order(problem, random)
-    lowered = insert_comm(schedule, problem, one_communicator=True)
-    check(lowered.schedule, problem)
-    assert lowered.schedule.compute_only() == schedule
-    assert EventGraph.of(lowered.schedule, problem, None, one_communicator=True).earliest() is not None
-    assert lowered.value_ns >= insert_comm(schedule, problem).value_ns
+    sent = insert_comm(schedule, problem, one_communicator=True)
+    check(sent.schedule, problem)
+    assert sent.schedule.compute_only() == schedule
+    assert EventGraph(sent.schedule, problem, None, one_communicator=True).earliest() is not None
+    assert sent.value_ns >= insert_comm(schedule, problem).value_ns
 
 
 def test_receives_posted_early_on_one_communicator_hang_as_reported() -> None:
@@ -251,8 +252,8 @@ def test_receives_posted_early_on_one_communicator_hang_as_reported() -> None:
         rank 1: 1F0 2F0 1F1 2F1 2BW0 1BW0 2BW1 1BW1"""
     )
     early = insert_communication(order, problem, 100)
-    assert EventGraph.of(early, problem).earliest() is not None
-    assert EventGraph.of(early, problem, None, one_communicator=True).earliest() is None
+    assert EventGraph(early, problem).earliest() is not None
+    assert EventGraph(early, problem, None, one_communicator=True).earliest() is None
     assert insert_comm(order, problem, one_communicator=True).value_ns > 0
 
 
@@ -267,16 +268,16 @@ def test_edges_that_the_order_implies_change_nothing(transport: str) -> None:
         problem = Problem.of(profile, Placement.v(2), 4, transport=transport)
         order = insert_communication(greedy_order(problem, random), problem, random.randint(1, 3))
         order = shuffled(order, random)
-        lean, whole = (EventGraph(order, problem, 2, whole=whole) for whole in (False, True))
+        lean, full = (EventGraph(order, problem, 2, implied_edges=implied) for implied in (False, True))
         early = lean.earliest()
-        assert early == whole.earliest()
+        assert early == full.earliest()
         if early is None:
             hung += 1
-            assert lean.cycle() == whole.cycle() != []
+            assert lean.cycle() == full.cycle() != []
         else:
-            assert lean.latest_first_starts(early) == whole.latest_first_starts(early)
-            assert lean.transfers() == whole.transfers()
-        edges = (sum(map(len, graph.successors)) for graph in (lean, whole))
+            assert lean.latest_first_starts(early) == full.latest_first_starts(early)
+            assert lean.transfers() == full.transfers()
+        edges = (sum(map(len, graph.successors)) for graph in (lean, full))
         assert next(edges) < next(edges)
     assert 0 < hung < 150
 
@@ -290,3 +291,18 @@ def test_the_judge_gives_the_times_of_simulate() -> None:
         late = Schedule.of(order.placement, 3, [row[::-1] for row in order.order])
         with pytest.raises(CheckError, match="stands before its"):
             checked_times(late, problem)
+
+
+@pytest.mark.parametrize("transport", ["rendezvous", "batched"])
+def test_an_order_without_its_messages_has_no_times_where_sends_hold_their_rank(transport: str) -> None:
+    profile = Profile.uniform(StageCost.simple(2, 3, 1), 4, latency_ns=1)
+    problem = Problem.of(profile, Placement.v(2), 3, transport=transport)
+    order = greedy_order(problem, Random(1))
+    with pytest.raises(UsageError, match="without sends and receives"):
+        EventGraph(order, problem)
+    sent = lowered(order, problem)
+    assert sent == insert_communication(order, problem) == lowered(sent, problem)
+    assert simulate(order, problem).schedule == sent
+    assert lowered(order, problem.with_(transport="async")) is order
+    alone = Problem.of(profile, Placement((0,) * 4), 3, transport=transport)
+    assert EventGraph(greedy_order(alone, Random(1)), alone).earliest() is not None

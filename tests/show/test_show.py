@@ -29,7 +29,7 @@ from zbcompile.show.baseline import merge_stages, one_f_one_b
 from zbcompile.show.export import export
 from zbcompile.show.lanes import Box, Window, bar_lane, memory_lane
 from zbcompile.show.palette import ASCII, UNICODE
-from zbcompile.show.summary import headline, plan_of, proof_line, remarks, to_json
+from zbcompile.show.summary import Proof, headline, proof_line, remarks, summarize, to_json
 from zbcompile.show.timeline import Picture, View
 from zbcompile.show.units import format_bytes, ticks, time_unit
 
@@ -44,7 +44,7 @@ def example(cap_microbatches: int | None = 4) -> ScheduleFile:
     schedule = insert_communication(to_schedule(zb_h1(4, 8), problem), problem)
     value = simulate(schedule, problem).span_ns
     return ScheduleFile(
-        schedule, problem, Certificate("span", value, value - MS, "memory_windows"), (), "ZB-H1"
+        schedule, problem, Certificate("span", value, value - MS, "window_chain"), (), "ZB-H1"
     )
 
 
@@ -72,7 +72,7 @@ def drawn(
         legacy_windows=False,
         color_system="truecolor" if colour else None,
     )
-    console.print(Picture(plan_of(file), view or View(), measured))
+    console.print(Picture(summarize(file), view or View(), measured))
     stream.seek(0)
     return stream.read()
 
@@ -162,21 +162,23 @@ def test_memory_lane_shows_the_highest_level_of_each_cell() -> None:
 
 def test_the_gain_comes_first_and_is_the_simulated_one() -> None:
     file = example()
-    plan = plan_of(file)
+    summary = summarize(file)
     reference = simulate(to_schedule(classic_1f1b(4, 8), file.problem), file.problem).span_ns
-    gain = 1 - plan.timeline.span_ns / reference
+    gain = 1 - summary.timeline.span_ns / reference
     first = drawn(file, 120).splitlines()[0]
     assert first.startswith(f"{100 * gain:.1f} % shorter than 1F1B within the same cap")
-    assert to_json(plan)["one_f_one_b"]["gain"] == pytest.approx(gain)
-    assert to_json(plan)["one_f_one_b"]["value_ns"] == reference
+    assert to_json(summary)["one_f_one_b"]["gain"] == pytest.approx(gain)
+    assert to_json(summary)["one_f_one_b"]["value_ns"] == reference
 
 
 def test_it_says_when_zero_bubble_does_not_pay() -> None:
     problem = Problem.of(Profile.uniform(StageCost.simple(3, 3, 2), 2), num_microbatches=4)
     slow = to_schedule([[(0, 0), (1, 0), (2, 0)] * 4, [(0, 1), (1, 1), (2, 1)] * 4], problem)
-    assert "zero bubble does not pay here" in headline(plan_of(ScheduleFile(slow, problem)))
+    assert "zero bubble does not pay here" in headline(summarize(ScheduleFile(slow, problem)))
     same = to_schedule(classic_1f1b(2, 4), problem)
-    assert headline(plan_of(ScheduleFile(same, problem))).startswith("as long as 1F1B with no cap on memory")
+    assert headline(summarize(ScheduleFile(same, problem))).startswith(
+        "as long as 1F1B with no cap on memory"
+    )
 
 
 def test_1f1b_runs_with_fewer_in_flight_where_the_cap_is_low() -> None:
@@ -217,24 +219,33 @@ def test_merging_stages_keeps_work_bytes_and_flows() -> None:
 
 def test_what_is_proved_is_said_and_no_more() -> None:
     file = example()
-    assert proof_line(plan_of(file)).startswith("gap 0.13 %: no order is shorter than")
     value = file.certificate.value_ns
-    optimal = replace(file, certificate=Certificate("span", value, value, "cp_sat"))
-    assert proof_line(plan_of(optimal)) == "proved optimal (cp_sat): no order of this problem is shorter"
-    assert "nothing is proved" in proof_line(plan_of(replace(file, certificate=None)))
-    foreign = replace(file, certificate=Certificate("span", value - MS, value - MS, "cp_sat"))
-    assert "proves nothing here" in proof_line(plan_of(foreign))
+    cases = {
+        Proof.GAP: (file.certificate, "gap 0.13 %: no order is shorter than"),
+        Proof.OPTIMAL: (
+            Certificate("span", value, value, "cp_sat"),
+            "proved optimal (cp_sat): no order of this problem is shorter",
+        ),
+        Proof.ABSENT: (None, "no certificate: nothing is proved about this order"),
+        Proof.OTHER_VALUE: (Certificate("span", value - MS, value - MS, "cp_sat"), "the file's certificate"),
+    }
+    assert set(cases) == set(Proof)
+    for proof, (certificate, words) in cases.items():
+        summary = summarize(replace(file, certificate=certificate))
+        assert summary.proof is proof
+        assert proof_line(summary).startswith(words)
+        assert ("proves nothing here" in proof_line(summary)) == (proof is Proof.OTHER_VALUE)
 
 
 def test_orders_that_lack_work_or_exceed_a_cap_are_remarked_on() -> None:
     file = example()
-    assert remarks(plan_of(file)) == []
+    assert remarks(summarize(file)) == []
     order = [row[:-1] for row in file.schedule.order]
     short = replace(file, schedule=Schedule.of(file.schedule.placement, 8, order))
-    assert remarks(plan_of(short)) == ["the order has 28 of 32 backward_weight actions"]
+    assert remarks(summarize(short)) == ["the order has 28 of 32 backward_weight actions"]
     low = replace(file, problem=file.problem.with_(caps=(1 << 30,) * 4))
-    assert len(remarks(plan_of(low))) == 4
-    assert "rank 0 holds 2.29 GiB, over its cap of 1 GiB" in remarks(plan_of(low))
+    assert len(remarks(summarize(low))) == 4
+    assert "rank 0 holds 2.29 GiB, over its cap of 1 GiB" in remarks(summarize(low))
     forward = [[a for a in row if a.kind is Kind.FORWARD] for row in file.schedule.compute_only().order]
     drawn(replace(file, schedule=Schedule.of(file.schedule.placement, 8, forward)), 80)
 
@@ -264,16 +275,16 @@ def test_ticks_are_round_inside_and_not_too_many(first: int, length: int, most: 
 
 @pytest.mark.parametrize("kind", ["svg", "html"])
 def test_exports_are_coloured_stable_and_fetch_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = export(Picture(plan_of(example())), kind, 100)
+    first = export(Picture(summarize(example())), kind, 100)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "20")
-    assert export(Picture(plan_of(example())), kind, 100) == first
+    assert export(Picture(summarize(example())), kind, 100) == first
     assert "#4a9ede" in first
     assert "shorter" in first
     assert not re.search(r"url\((?!#)|<script|@font-face|href", first)
 
 
 def test_an_svg_is_well_formed() -> None:
-    root = ElementTree.fromstring(export(Picture(plan_of(example())), "svg", 80))
+    root = ElementTree.fromstring(export(Picture(summarize(example())), "svg", 80))
     assert root.tag.endswith("svg")
     assert "rank" in "".join(root.itertext())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
 
 from hypothesis import strategies as st
 
@@ -18,7 +17,7 @@ _BYTES = st.integers(0, 9)
 
 @st.composite
 def stage_costs(draw: st.DrawFn) -> StageCost:
-    """Any costs; B + W is at least BW."""
+    """Draw any costs with B + W at least BW."""
     b, w = draw(_TIME), draw(_TIME)
     return StageCost(
         draw(_TIME), b, w, draw(st.integers(0, b + w)), draw(_BYTES), draw(_BYTES), draw(st.integers(0, 3))
@@ -27,7 +26,7 @@ def stage_costs(draw: st.DrawFn) -> StageCost:
 
 @st.composite
 def placements(draw: st.DrawFn, max_ranks: int = 4) -> Placement:
-    """Linear, looped, V or any map."""
+    """Draw a linear, looped, V or other placement."""
     ranks = draw(st.integers(1, max_ranks))
     kind = draw(st.sampled_from(["linear", "looped", "v", "map"]))
     if kind == "linear":
@@ -40,7 +39,7 @@ def placements(draw: st.DrawFn, max_ranks: int = 4) -> Placement:
 
 @st.composite
 def problems(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 4) -> Problem:
-    """Unequal stages, skip connections, edges without gradients, links with latency and bandwidth."""
+    """Draw problems with unequal stages, skip connections, edges without gradients, and costly links."""
     placement = draw(placements(max_ranks))
     n = placement.num_stages
     edges = [Edge(s, s + 1, draw(_BYTES), draw(_BYTES), True) for s in range(n - 1)]
@@ -55,8 +54,14 @@ def problems(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 4) -> 
     return Problem(profile, placement, draw(st.integers(1, max_microbatches)))
 
 
-def greedy_order(problem: Problem, random: Any = None, fuse: float = 0.3) -> Schedule:
-    """A random legal order: always run some action whose needs are met, chosen at random."""
+def greedy_order(problem: Problem, random: Random | None = None, fuse: float = 0.3) -> Schedule:
+    """Return a random legal order: each next action is a random one of those that can run.
+
+    Parameters
+    ----------
+    fuse
+        Share of the (stage, microbatch) pairs that run as BW.
+    """
     random = random or Random(0)
     rules = Rules.of(problem)
     fused = frozenset(

@@ -1,0 +1,1 @@
+"""The command line: `main` knows the commands, and each command has a file with its options and its run."""

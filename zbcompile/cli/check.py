@@ -1,10 +1,11 @@
-"""``zbcompile check``."""
+"""``zbcompile check``: judges a schedule and, if asked, proves its certificate again."""
 
 from __future__ import annotations
 
 import argparse
 
 from zbcompile.cli.inputs import load_scheduled, say
+from zbcompile.cli.shared_options import add_schedule_input
 from zbcompile.errors import CheckError, UsageError
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.files import write_text
@@ -15,11 +16,18 @@ from zbcompile.schedule.simulate import timeline_of
 from zbcompile.schedule.solution import Solution
 from zbcompile.show.summary import unit_problem
 
-__all__ = ["check"]
+__all__ = ["add_options", "run"]
 
 
-def check(arguments: argparse.Namespace) -> int:
-    """Judge a schedule. 0 when it is sound, 1 when not."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_schedule_input(parser)
+    parser.add_argument("--certificate", action="store_true", help="prove the certificate's bound again")
+    parser.add_argument("--json", action="store_true", help="the verdict as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Judge a schedule; return 0 when it is sound and 1 when it is not."""
     file = load_scheduled(arguments)
     problem = file.problem or unit_problem(file.schedule)
     found, graph = judge(file.schedule, problem)
@@ -50,7 +58,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def _claims(file: ScheduleFile, graph: EventGraph) -> list[CheckError]:
-    """A certificate that speaks of another value than the order has."""
+    """Return a fault when the certificate states another value than the order has."""
     if file.certificate is None or file.problem is None:
         return []
     value = timeline_of(graph).value_ns
@@ -67,7 +75,7 @@ def _claims(file: ScheduleFile, graph: EventGraph) -> list[CheckError]:
 
 
 def _proved(solution: Solution) -> tuple[list[CheckError], list[str]]:
-    """Derive the bound again: faults, or the derivation line by line."""
+    """Derive the bound again and return the faults, or the derivation line by line."""
     from zbcompile.planner.certify.certificate import verify_certificate
 
     try:

@@ -1,25 +1,34 @@
-"""``zbcompile compare``."""
+"""``zbcompile compare``: the published orders and ours, at equal memory."""
 
 from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
-
 from zbcompile.cli.inputs import load_problem
+from zbcompile.cli.shared_options import add_problem_options, add_search_options
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.files import write_text
-from zbcompile.planner.compare import compare as compare_orders
-from zbcompile.show.comparison import comparison_json, comparison_table
 
-__all__ = ["compare"]
+__all__ = ["add_options", "run"]
 
 _LEAST_COLUMNS = 100
 
 
-def compare(arguments: argparse.Namespace) -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_problem_options(parser)
+    add_search_options(parser, 2.0, "seconds for every row (2)")
+    parser.add_argument("--json", action="store_true", help="the table as JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
     """Print every published order that applies, and ours within the same caps and at the memory of each."""
-    rows = compare_orders(load_problem(arguments), seconds_per_row=arguments.time_limit, seed=arguments.seed)
+    from rich.console import Console
+
+    from zbcompile.planner.compare import compare
+    from zbcompile.show.comparison import comparison_json, comparison_table
+
+    rows = compare(load_problem(arguments), seconds_per_row=arguments.time_limit, seed=arguments.seed)
     if arguments.json:
         write_text("-", format_json(comparison_json(rows)))
         return 0

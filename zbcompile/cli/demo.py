@@ -1,58 +1,75 @@
-"""``zbcompile demo``, ``profile`` and ``rehearse``: the commands that need torch."""
+"""``zbcompile demo``: a GPT-2 from model to four processes, compared with autograd.
+
+torch is imported when the command runs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import time
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from zbcompile import demo as gpt2_demo
-from zbcompile.autograd_oracle import count_draws
 from zbcompile.cli.inputs import parse_bytes, say
+from zbcompile.cli.shared_options import positive
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.files import write_text
 from zbcompile.formats.schedule_json import ScheduleFile
-from zbcompile.show.summary import plan_of, to_json
+from zbcompile.show.summary import summarize, to_json
 from zbcompile.show.timeline import Picture
 
-__all__ = ["demo"]
+if TYPE_CHECKING:
+    from zbcompile.demo import Comparison
+
+__all__ = ["add_options", "run"]
 
 _SHOWN_RANK = 1
 _SHOWN_LINES = 42
 
 
-def demo(arguments: argparse.Namespace) -> int:
-    """The whole road on a real model; 1 when a loss or gradient is not what autograd gives."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument("--steps", type=positive, default=3, help="optimizer steps (3)")
+    parser.add_argument("--microbatches", type=positive, default=8, help="microbatches of a step (8)")
+    parser.add_argument("--memory-limit", metavar="BYTES", help="per rank: 128MiB (the default), 1GiB, ...")
+    parser.add_argument("--json", action="store_true", help="the result as JSON on standard output")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demo; return 1 when a loss or gradient is not what autograd gives."""
+    from zbcompile import demo
+    from zbcompile.autograd_oracle import count_draws
+
     limit = arguments.memory_limit
-    settings = gpt2_demo.Settings(
+    settings = demo.Settings(
         arguments.steps,
         arguments.microbatches,
-        gpt2_demo.Settings.memory_limit if limit is None else parse_bytes(limit),
+        demo.Settings.memory_limit if limit is None else parse_bytes(limit),
     )
     began = time.monotonic()
 
     def step(text: str) -> None:
         say(f"[{time.monotonic() - began:5.1f} s] {text}")
 
-    model = gpt2_demo.gpt2(settings)
+    model = demo.gpt2(settings)
     count = sum(p.numel() for p in model.parameters())
     step(f"GPT-2, {settings.blocks} blocks, hidden {settings.hidden}, {count:,} parameters, dropout on")
-    pipeline = gpt2_demo.compiled(settings, model, observer=lambda name, _: step(name))
+    pipeline = demo.compiled(settings, model, observer=lambda name, _: step(name))
     draws = [count_draws(stage) for stage in pipeline]
-    plan = plan_of(ScheduleFile(pipeline.schedule, pipeline.solution.problem, pipeline.certificate))
+    summary = summarize(ScheduleFile(pipeline.schedule, pipeline.solution.problem, pipeline.certificate))
     console = Console(stderr=arguments.json, highlight=False)
-    console.print(Picture(plan))
+    console.print(Picture(summary))
     console.print(_excerpt(pipeline.source(_SHOWN_RANK)), markup=False)
-    step(f"training on {plan.timeline.schedule.num_ranks} gloo processes")
-    records = gpt2_demo.run_processes(settings, pipeline.solution)
-    result = gpt2_demo.compare(settings, records, draws, step)
+    step(f"training on {summary.timeline.schedule.num_ranks} gloo processes")
+    records = demo.run_processes(settings, pipeline.solution)
+    result = demo.compare(settings, records, draws, step)
     step(_verdict(result))
     for line in result.wrong:
         say(f"wrong: {line}")
     if arguments.json:
         figures = {
-            "plan": to_json(plan),
+            "plan": to_json(summary),
             "losses": list(result.losses),
             "reference_losses": list(result.reference_losses),
             "gradients_compared": result.compared,
@@ -65,7 +82,7 @@ def demo(arguments: argparse.Namespace) -> int:
 
 
 def _excerpt(program: str) -> str:
-    """The head of a program: what a rank runs."""
+    """Return the first lines of a rank's program."""
     lines = program.splitlines()
     rest = len(lines) - _SHOWN_LINES
     shown = lines[:_SHOWN_LINES] + ([f"... {rest} more lines"] if rest > 0 else [])
@@ -76,7 +93,7 @@ def _excerpt(program: str) -> str:
     )
 
 
-def _verdict(result: gpt2_demo.Comparison) -> str:
+def _verdict(result: Comparison) -> str:
     words = f"{result.equal} of {result.compared} gradients equal plain autograd to the bit"
     if result.equal < result.compared:
         words += f"; the tied table's within {result.tied:.1e} (its sum runs in another order)"

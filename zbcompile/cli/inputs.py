@@ -1,4 +1,4 @@
-"""Reading what commands share: caps and times with units, placements, and schedules with their problem."""
+"""Reads what several commands take: caps and times with units, placements, profiles and schedules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from zbcompile.formats.profile_json import ProfileFile
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
-from zbcompile.schedule.simulate import simulate
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -26,6 +25,7 @@ __all__ = [
     "load_problem",
     "load_profile",
     "load_scheduled",
+    "parse_bytes",
     "parse_caps",
     "parse_placement",
     "parse_time",
@@ -49,7 +49,7 @@ _NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?(?:[eE][0-9]{1,2})?)\s*([^\
 
 
 def say(*words: object) -> None:
-    """Talk: a line on standard error."""
+    """Write a line to standard error."""
     print(*words, file=sys.stderr, flush=True)
 
 
@@ -63,7 +63,13 @@ def _number(text: str, what: str, example: str) -> tuple[Fraction, str]:
 
 
 def parse_bytes(text: str) -> int:
-    """An amount of memory: ``4GiB``, ``512MiB``, ``8e9``."""
+    """Read an amount of memory such as ``4GiB``, ``512MiB`` or ``8e9``, in bytes.
+
+    Raises
+    ------
+    UsageError
+        The text is no amount, or too large.
+    """
     number, unit = _number(text, "an amount of memory", "4GiB, 512MiB or 8e9")
     return _bytes(number, unit)
 
@@ -83,7 +89,15 @@ def _bounded(value: int) -> int:
 
 
 def parse_caps(text: str, problem: Problem) -> tuple[int | None, ...]:
-    """Caps per rank from ``--cap``; ``Kp`` is static bytes + K * p * (M_B of the rank's stages)."""
+    """Read the caps of ``--cap`` in bytes: one for all ranks, or one per rank in a comma list.
+
+    ``Kp`` means static bytes + K * p * (M_B of the rank's stages), ``none`` no limit.
+
+    Raises
+    ------
+    UsageError
+        The count is wrong, or a word is no amount.
+    """
     words = text.split(",")
     if len(words) == 1:
         words *= problem.num_ranks
@@ -103,7 +117,13 @@ def _cap(text: str, problem: Problem, rank: int) -> int | None:
 
 
 def parse_time(text: str, whole_ns: int) -> int:
-    """A time from ``--from`` or ``--to``: ns, us, ms, s, or per cent of the step."""
+    """Read a time in ns, us, ms or s, or in per cent of the whole, and return it in ns.
+
+    Raises
+    ------
+    UsageError
+        The text is no time.
+    """
     number, unit = _number(text, "a time", "20ms, 1.5s or 30%")
     if unit == "%":
         return int(number * whole_ns / 100)
@@ -113,7 +133,13 @@ def parse_time(text: str, whole_ns: int) -> int:
 
 
 def parse_placement(text: str, num_stages: int) -> Placement:
-    """``linear``, ``looped:K``, ``v:K`` or ``0,1,1,0``."""
+    """Read a placement: ``linear``, ``looped:K``, ``v:K`` or the rank of every stage as ``0,1,1,0``.
+
+    Raises
+    ------
+    UsageError
+        The text is none of these, or does not fit the number of stages.
+    """
     if text[:1].isdigit():
         words = text.split(",")
         if len(words) != num_stages or not all(w.strip().isascii() and w.strip().isdigit() for w in words):
@@ -125,12 +151,24 @@ def parse_placement(text: str, num_stages: int) -> Placement:
 
 
 def load_profile(path: str) -> ProfileFile:
-    """A profile file. Raises `FormatError`."""
+    """Read a profile file; ``-`` is standard input.
+
+    Raises
+    ------
+    FormatError
+        The file is broken, foreign or out of bounds.
+    """
     return profile_json.loads(read_text(path), "standard input" if path == "-" else path)
 
 
 def load_problem(arguments: argparse.Namespace) -> Problem:
-    """The problem of a profile file and the options of `plan` and `compare`; options win."""
+    """Return the problem that a profile file and the options of `plan` and `compare` state; options win.
+
+    Raises
+    ------
+    UsageError
+        The file is broken, or the options do not fit it.
+    """
     file = load_profile(arguments.profile)
     placement = _asked_placement(arguments, file)
     changed = placement is not None and file.placement not in (None, placement)
@@ -145,7 +183,7 @@ def load_problem(arguments: argparse.Namespace) -> Problem:
 
 
 def _asked_placement(arguments: argparse.Namespace, file: ProfileFile) -> Placement | None:
-    """What ``--placement`` and ``--ranks`` say; None when they say nothing. ``auto`` begins contiguous."""
+    """Return the placement of ``--placement`` and ``--ranks``, or None; ``auto`` starts contiguous."""
     text, ranks, stages = arguments.placement, arguments.ranks, file.profile.num_stages
     if ranks is not None and ranks > stages:
         raise UsageError(f"{ranks} ranks cannot share {stages} stages", needed=f"at most {stages} ranks")
@@ -169,7 +207,16 @@ def _asked_placement(arguments: argparse.Namespace, file: ProfileFile) -> Placem
 
 
 def load_scheduled(arguments: argparse.Namespace) -> ScheduleFile:
-    """The schedule that `show`, `check` or `convert` was given, under the costs and limits given."""
+    """Return the schedule that a command was given, under the costs and limits given.
+
+    With ``--profile``, ``--cap`` or ``--transport`` the file's certificate is dropped: it is about another
+    problem.
+
+    Raises
+    ------
+    UsageError
+        The file is broken, or the options do not fit it.
+    """
     path = arguments.schedule
     file, remarks = load_schedule(read_text(path), "standard input" if path == "-" else path)
     for remark in remarks:
@@ -179,26 +226,24 @@ def load_scheduled(arguments: argparse.Namespace) -> ScheduleFile:
             file, problem=_attached(file, load_profile(arguments.profile)), certificate=None, variants=()
         )
     if file.problem is None:
-        if arguments.cap:
-            raise UsageError("--cap needs costs", fix="give --profile PROFILE.json")
+        for option in ("cap", "transport"):
+            if getattr(arguments, option):
+                raise UsageError(f"--{option} needs costs", fix="give --profile PROFILE.json")
         return file
-    changes: dict[str, object] = {}
+    if not arguments.cap and not arguments.transport:
+        return file
+    problem = file.problem
     if arguments.cap:
-        changes["caps"] = parse_caps(arguments.cap, file.problem)
+        problem = problem.with_(caps=parse_caps(arguments.cap, problem))
     if arguments.transport:
-        changes["transport"] = arguments.transport
-    return replace(file, problem=file.problem.with_(**changes), certificate=None) if changes else file
+        problem = problem.with_(transport=arguments.transport)
+    return replace(file, problem=problem, certificate=None)
 
 
 def _attached(file: ScheduleFile, profile: ProfileFile) -> Problem:
-    """A profile under an order: the order's own placement and number of microbatches."""
+    """Return the problem of a profile under an order: its placement and number of microbatches win."""
     schedule = file.schedule
     profile_json.check_amount(profile.profile, schedule.num_microbatches, "--profile")
     return replace(profile, placement=None, num_microbatches=None).problem(
         placement=schedule.placement, num_microbatches=schedule.num_microbatches
     )
-
-
-def value_of(file: ScheduleFile) -> int | None:
-    """Span or makespan of a schedule with a problem, in ns."""
-    return None if file.problem is None else simulate(file.schedule, file.problem).value_ns

@@ -1,9 +1,11 @@
-"""The command line. Data goes to standard output, talk to standard error, ``-`` is a pipe.
+"""The command line. Data goes to standard output, messages to standard error, ``-`` is a pipe.
 
-Exit codes: 0 done, 1 a check failed or nothing fits, 2 usage or a broken file, 3 time limit without
-an order, 130 interrupted (the best order so far is still written).
+Exit codes: 0 done, 1 a check failed or nothing fits, 2 usage or a broken file, 3 time limit without an order,
+130 interrupted (the best order so far is still written).
 
-Each command lives in a module that is imported when it runs: a query never loads torch.
+Each command is a module with ``add_options(parser)`` and ``run(arguments) -> int``. `main` imports only the
+module of the command that was asked for. That module imports torch and the planner when it runs, so that no
+query loads them and ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -13,18 +15,76 @@ import gc
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from zbcompile import __version__
-from zbcompile.cli.options import add_commands
 from zbcompile.errors import ZBCompileError
 
-__all__ = ["build_parser", "main"]
+__all__ = ["COMMANDS", "Command", "build_parser", "main"]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line, without running anything."""
+class Command(NamedTuple):
+    """A command of the command line.
+
+    Attributes
+    ----------
+    name
+        What the user types.
+    module
+        The module with ``add_options(parser)`` and ``run(arguments) -> int``.
+    help
+        What it does, in one line.
+    """
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS = (
+    Command(
+        "demo",
+        "zbcompile.cli.demo",
+        "compile a GPT-2 into 4 stages, plan it, draw it, train it on 4 processes and compare with autograd",
+    ),
+    Command(
+        "plan",
+        "zbcompile.cli.plan",
+        "find the best order for a profile; schedule JSON on standard output, progress on standard error",
+    ),
+    Command("show", "zbcompile.cli.show", "draw a schedule: work, bubbles, messages and memory, to scale"),
+    Command(
+        "check",
+        "zbcompile.cli.check",
+        "judge a schedule: complete, in order, free of deadlock, under the cap; exit code 1 if not",
+    ),
+    Command("compare", "zbcompile.cli.compare", "every classic order and ours, at equal memory"),
+    Command("convert", "zbcompile.cli.convert", "turn a schedule into another form"),
+    Command(
+        "profile",
+        "zbcompile.cli.profile",
+        "cut a model into stages and measure or count what they cost; profile JSON on standard output",
+    ),
+    Command(
+        "rehearse",
+        "zbcompile.cli.rehearse",
+        "run a schedule on real processes with sleeping compute; planned against measured",
+    ),
+    Command("schema", "zbcompile.cli.schema", "print the JSON Schema of a file format"),
+)
+
+
+def build_parser(names: Collection[str] | None = None) -> argparse.ArgumentParser:
+    """Build the parser of the command line.
+
+    Parameters
+    ----------
+    names
+        The commands that get their options; all if left out. The parser knows the other commands by name and
+        help only, and their modules are not imported.
+    """
     parser = argparse.ArgumentParser(
         prog="zbcompile",
         description="Pipeline-parallel training in PyTorch with provably best orders.",
@@ -32,29 +92,36 @@ def build_parser() -> argparse.ArgumentParser:
         "3 time limit without an order; 130 interrupted",
     )
     parser.add_argument("--version", action="version", version=f"zbcompile {__version__}")
-    add_commands(parser.add_subparsers(dest="command", metavar="COMMAND", required=True))
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        own = commands.add_parser(command.name, help=command.help, description=command.help)
+        if names is None or command.name in names:
+            module = importlib.import_module(command.module)
+            module.add_options(own)
+            own.set_defaults(run=module.run)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the return value is the exit code. Known errors become one message."""
-    arguments = build_parser().parse_args(argv)
-    module, name = arguments.run.split(":")
+    """Run one command and return the exit code. A known error becomes one message on standard error."""
+    words = sys.argv[1:] if argv is None else argv
+    command = next((word for word in words if not word.startswith("-")), "")
     try:
         with _rare_collections():
-            code: int = getattr(importlib.import_module(module), name)(arguments)
+            arguments = build_parser({command}).parse_args(words)
+            code: int = arguments.run(arguments)
         sys.stdout.flush()
         return code
     except ZBCompileError as error:
-        print(f"zbcompile {arguments.command}: {error}", file=sys.stderr)
+        print(f"zbcompile {command}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        return _interrupted(arguments.command)
+        return _interrupted(command)
     except ImportError as error:
         # Ctrl-C while a compiled package is loaded comes out as a failed import.
         if not isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
             raise
-        return _interrupted(arguments.command)
+        return _interrupted(command)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -67,7 +134,7 @@ def _interrupted(command: str) -> int:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Orders are large and hold no cycles: collecting as often as Python does costs a third of the time."""
+    """Collect garbage rarely: orders are large without cycles; the usual pace takes a third of the time."""
     usual = gc.get_threshold()
     gc.set_threshold(200_000, 30, 30)
     try:

@@ -1,30 +1,45 @@
-"""``zbcompile plan`` and ``zbcompile compare``."""
+"""``zbcompile plan``: finds the best order for a profile.
+
+The planner is imported when the command runs: its solver takes most of a second to load.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from zbcompile.cli.inputs import load_problem, say
+from zbcompile.cli.shared_options import add_problem_options, add_search_options
 from zbcompile.formats import schedule_json
 from zbcompile.formats.files import write_text
-from zbcompile.planner.placements import plan_auto
-from zbcompile.planner.plan import Progress
-from zbcompile.planner.plan import plan as find_order
 from zbcompile.schedule.check import checked_times
 from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline
 from zbcompile.schedule.solution import Certificate, Solution
-from zbcompile.show.summary import headline, plan_of, proof_line
+from zbcompile.show.summary import headline, proof_line, summarize
 from zbcompile.show.units import time_unit
 
-__all__ = ["plan", "with_communication"]
+if TYPE_CHECKING:
+    from zbcompile.planner.plan import Progress
+
+__all__ = ["add_options", "run", "with_communication"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.epilog = "Options win over what the profile file says."
+    add_problem_options(parser)
+    add_search_options(parser, 10.0, "seconds (10)")
+    parser.add_argument("--fuse", choices=("auto", "never", "always"), default="auto", help="fused BW (auto)")
+    parser.add_argument("-o", "--output", default="-", help="where to write the schedule (standard output)")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
 class _Reporter:
-    """Progress on standard error: one line that is rewritten on a terminal, a line per change elsewhere."""
+    """Writes progress to standard error: one line, rewritten, on a terminal; a line per change elsewhere."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet, self.interrupted, self.last = quiet, False, ""
@@ -57,8 +72,8 @@ class _Reporter:
             self.last = ""
 
 
-def plan(arguments: argparse.Namespace) -> int:
-    """Plan a profile; 130 after an interrupt, with the best order so far written."""
+def run(arguments: argparse.Namespace) -> int:
+    """Plan a profile and write the order; after an interrupt write the best so far and return 130."""
     problem = load_problem(arguments)
     reporter = _Reporter(quiet=arguments.quiet)
     try:
@@ -68,16 +83,19 @@ def plan(arguments: argparse.Namespace) -> int:
     solution, timeline = with_communication(solution)
     write_text(arguments.output, schedule_json.dumps(solution))
     if not arguments.quiet:
-        drawn = plan_of(schedule_json.ScheduleFile.of(solution), timeline)
-        say(headline(drawn))
-        say(proof_line(drawn))
+        summary = summarize(schedule_json.ScheduleFile.of(solution), timeline)
+        say(headline(summary))
+        say(proof_line(summary))
     return 130 if reporter.interrupted else 0
 
 
 def _found(problem: Problem, arguments: argparse.Namespace, reporter: _Reporter) -> Solution:
-    """One placement, or the best of all that fit with ``--placement auto``."""
+    """Plan for one placement, or with ``--placement auto`` for all that fit and keep the best."""
+    from zbcompile.planner.placements import plan_auto
+    from zbcompile.planner.plan import plan
+
     if arguments.placement != "auto":
-        return find_order(
+        return plan(
             problem,
             time_limit_s=arguments.time_limit,
             seed=arguments.seed,
@@ -99,7 +117,7 @@ def _found(problem: Problem, arguments: argparse.Namespace, reporter: _Reporter)
 
 
 def with_communication(solution: Solution) -> tuple[Solution, Timeline]:
-    """The solution with its sends and receives in the order, judged and timed again; the bound stays."""
+    """Put sends and receives into the order of a solution, judge and time it again; the bound stays."""
     schedule, old = insert_communication(solution.schedule, solution.problem), solution.certificate
     timeline = checked_times(schedule, solution.problem)
     certificate = Certificate(old.objective, timeline.value_ns, old.bound_ns, old.method, old.witness)

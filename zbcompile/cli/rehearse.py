@@ -1,37 +1,61 @@
-"""``zbcompile rehearse``: a schedule on real processes and the real transport, with sleeping compute."""
+"""``zbcompile rehearse``: runs a schedule on real processes and channels, with sleeping compute.
+
+torch is imported when the command runs.
+"""
 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from zbcompile.cli.inputs import load_scheduled
-from zbcompile.compiler.rehearsal import rehearse as rehearse_order
+from zbcompile.cli.shared_options import add_schedule_input, positive
 from zbcompile.errors import UsageError
 from zbcompile.formats import measured_json, profile_json
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.files import write_text
 from zbcompile.formats.schedule_json import ScheduleFile
-from zbcompile.planner.imported import rated
-from zbcompile.runtime.rehearse import Rehearsal
+from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
 from zbcompile.show.units import format_bytes, time_unit
 
-__all__ = ["rehearse"]
+if TYPE_CHECKING:
+    from zbcompile.runtime.rehearse import Rehearsal
+
+__all__ = ["add_options", "run"]
 
 _STALL_S = 60.0
 
 
-def rehearse(arguments: argparse.Namespace) -> int:
-    """Run and compare. Under torchrun each process is a rank and rank 0 talks; else processes start here."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.epilog = "On a cluster: torchrun --nproc-per-node N -m zbcompile rehearse SCHEDULE.json"
+    add_schedule_input(parser)
+    parser.add_argument("--steps", type=positive, default=3, help="steps to run; the fastest counts (3)")
+    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    parser.add_argument("--measured", metavar="FILE", help="write the measured timeline, for show --measured")
+    parser.add_argument(
+        "--calibrated", metavar="FILE", help="write the profile with measured links and host time"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run a schedule and compare its times with the planned ones.
+
+    Under torchrun each process is a rank and rank 0 writes the result; otherwise the command starts the
+    processes.
+    """
+    from zbcompile.compiler.rehearsal import rehearse
+
     file = load_scheduled(arguments)
     if file.problem is None:
         raise UsageError("the schedule carries no profile to sleep by", fix="give --profile PROFILE.json")
-    solution = _solution(file)
+    solution = _solution(file, file.problem)
     timeout_s = 120 + 10 * arguments.steps * solution.certificate.value_ns / 1e9
-    found = rehearse_order(solution, steps=arguments.steps, stall_limit_s=_STALL_S, timeout_s=timeout_s)
+    found = rehearse(solution, steps=arguments.steps, stall_limit_s=_STALL_S, timeout_s=timeout_s)
     if found is None:
         return 0
     if arguments.measured is not None:
@@ -45,9 +69,10 @@ def rehearse(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _solution(file: ScheduleFile) -> Solution:
-    problem = file.problem
-    assert problem is not None
+def _solution(file: ScheduleFile, problem: Problem) -> Solution:
+    """Return the file's solution; an order without a certificate is rated."""
+    from zbcompile.planner.imported import rated
+
     if file.certificate is not None:
         return file.solution()
     return rated(file.schedule, problem)

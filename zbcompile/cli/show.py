@@ -1,4 +1,4 @@
-"""``zbcompile show``."""
+"""``zbcompile show``: draws a schedule."""
 
 from __future__ import annotations
 
@@ -7,44 +7,64 @@ import argparse
 from rich.console import Console
 
 from zbcompile.cli.inputs import load_scheduled, parse_time, say
+from zbcompile.cli.shared_options import add_schedule_input, positive
 from zbcompile.errors import UsageError
 from zbcompile.formats import measured_json
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.files import read_text, write_text
 from zbcompile.formats.measured_json import Measured
-from zbcompile.show.export import export
-from zbcompile.show.summary import Plan, measured_to_json, plan_of, remarks, to_json
+from zbcompile.show.export import ExportFormat, export
+from zbcompile.show.summary import Summary, measured_to_json, remarks, summarize, to_json
 from zbcompile.show.timeline import Picture, View
 
-__all__ = ["show"]
+__all__ = ["add_options", "run"]
 
 _EXPORT_COLUMNS = 120
 
 
-def show(arguments: argparse.Namespace) -> int:
-    """Draw a schedule on the terminal, or give its figures, or write the picture to a file."""
-    plan = plan_of(load_scheduled(arguments))
-    for remark in remarks(plan):
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_schedule_input(parser)
+    parser.add_argument("--json", action="store_true", help="the figures as JSON instead of a picture")
+    parser.add_argument("--measured", metavar="FILE", help="lay a measured timeline over the plan")
+    parser.add_argument(
+        "--from", dest="first", metavar="T", help="start of the part to draw: 20ms, 1.5s or 30%%"
+    )
+    parser.add_argument("--to", dest="last", metavar="T", help="end of the part to draw")
+    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, help="memory lanes (to 16 ranks)")
+    parser.add_argument(
+        "--messages", action=argparse.BooleanOptionalAction, help="message lanes (to 16 ranks)"
+    )
+    parser.add_argument("--width", type=positive, help="columns (the terminal's)")
+    parser.add_argument("--svg", metavar="FILE", help="write the picture as SVG")
+    parser.add_argument("--html", metavar="FILE", help="write the picture as HTML")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draw a schedule on the terminal, or print its figures, or write the picture to a file."""
+    summary = summarize(load_scheduled(arguments))
+    for remark in remarks(summary):
         say(f"note: {remark}; `zbcompile check` says where")
-    measured = None if arguments.measured is None else _measured(arguments.measured, plan)
+    measured = None if arguments.measured is None else _measured(arguments.measured, summary)
     if arguments.json:
-        figures = to_json(plan)
+        figures = to_json(summary)
         if measured is not None:
-            figures["measured"] = measured_to_json(plan, measured)
+            figures["measured"] = measured_to_json(summary, measured)
         write_text("-", format_json(figures))
         return 0
-    picture = Picture(plan, _view(arguments, plan), measured)
-    for path, kind in ((arguments.svg, "svg"), (arguments.html, "html")):
+    picture = Picture(summary, _view(arguments, summary), measured)
+    exports: tuple[tuple[str | None, ExportFormat], ...] = ((arguments.svg, "svg"), (arguments.html, "html"))
+    for path, form in exports:
         if path is not None:
-            write_text(path, export(picture, kind, arguments.width or _EXPORT_COLUMNS))
+            write_text(path, export(picture, form, arguments.width or _EXPORT_COLUMNS))
     if arguments.svg is None and arguments.html is None:
         Console(width=arguments.width, highlight=False).print(picture)
     return 0
 
 
-def _measured(path: str, plan: Plan) -> Measured:
+def _measured(path: str, summary: Summary) -> Measured:
     measured = measured_json.loads(read_text(path), path)
-    ranks = plan.timeline.schedule.num_ranks
+    ranks = summary.timeline.schedule.num_ranks
     if len(measured.ranks) != ranks:
         raise UsageError(
             "the measured timeline is of another plan", needed=f"{ranks} ranks", given=len(measured.ranks)
@@ -52,8 +72,8 @@ def _measured(path: str, plan: Plan) -> Measured:
     return measured
 
 
-def _view(arguments: argparse.Namespace, plan: Plan) -> View:
-    whole = plan.timeline.makespan_ns
+def _view(arguments: argparse.Namespace, summary: Summary) -> View:
+    whole = summary.timeline.makespan_ns
     window = None
     if arguments.first is not None or arguments.last is not None:
         first = parse_time(arguments.first, whole) if arguments.first else 0

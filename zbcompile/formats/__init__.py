@@ -1,5 +1,5 @@
-"""Files: schedules, profiles and measured timelines as JSON, torch's schedule CSV, Chrome traces.
+"""Reads and writes files: schedules, profiles, measured timelines, torch's schedule CSV, Chrome traces.
 
-What is read is data from someone else: sizes and counts are bounded before anything is allocated,
-unknown fields are refused, and every fault is a `FormatError` that names the place.
+The readers treat a file as data from someone else: they bound sizes and counts before they allocate anything,
+refuse unknown fields, and raise a `FormatError` that names the place of the fault.
 """

@@ -1,4 +1,4 @@
-"""Chrome's trace event format, for Perfetto and chrome://tracing: planned and measured timelines."""
+"""Writes planned and measured timelines in Chrome's trace event format, for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.measured_json import Measured
-from zbcompile.schedule.ir import Action
+from zbcompile.schedule.ir import Action, Kind
 from zbcompile.schedule.simulate import Timeline
 
 __all__ = ["dumps", "dumps_measured"]
@@ -16,9 +16,10 @@ _LANES = ((_COMPUTE, "compute"), (_SEND, "send"), (_RECEIVE, "receive"))
 
 
 def dumps(timeline: Timeline) -> str:
-    """A plan as a trace: a process per rank; lanes for compute, sends and receives; a counter of bytes held.
+    """Return the text of a planned timeline as a trace.
 
-    Times are microseconds, as the format wants. Sizes are those of `zbcompile.schedule.simulate`.
+    Each rank is a process with a lane for compute, one for sends, one for receives, and a counter of bytes
+    held. Times are in microseconds, as the format wants; memory is that of `zbcompile.schedule.simulate`.
     """
     events: list[object] = []
     for rank, row in enumerate(timeline.schedule.order):
@@ -27,7 +28,7 @@ def dumps(timeline: Timeline) -> str:
             start, end = timeline.start[rank][k], timeline.end[rank][k]
             events.append(_event(rank, action, start, end))
             if action.kind.is_compute:
-                at = start if action.kind.letter == "F" else end
+                at = start if action.kind is Kind.FORWARD else end
                 events.append(
                     {
                         "name": "bytes held",
@@ -41,7 +42,7 @@ def dumps(timeline: Timeline) -> str:
 
 
 def dumps_measured(measured: Measured) -> str:
-    """A measured step as a trace, with the same lanes."""
+    """Return the text of a measured step as a trace, with the same lanes."""
     events: list[object] = []
     for rank, row in enumerate(measured.ranks):
         events += _names(rank)

@@ -1,4 +1,4 @@
-"""One reader for every form in which an order comes: JSON, torch's CSV, or the IR's own text."""
+"""Reads an order in any of its forms: JSON, torch's CSV, or the IR's own text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,26 @@ __all__ = ["load_schedule"]
 
 
 def load_schedule(text: str, where: str) -> tuple[ScheduleFile, list[str]]:
-    """The schedule in a text of any known form, and remarks on what of it was left aside.
+    """Read a schedule in any known form.
 
-    JSON starts with a brace or a bracket or stands in a file named so, the text form starts with the word
-    ``placement``; anything else is read as CSV.
-    Raises `FormatError`.
+    Parameters
+    ----------
+    where
+        The name of the file, for messages. A name that ends in ``.json`` makes the text JSON.
+
+    Returns
+    -------
+    tuple
+        The schedule, and remarks for people on what the IR has no place for.
+
+    Raises
+    ------
+    FormatError
+        The text is broken, foreign or out of bounds.
+
+    Notes
+    -----
+    JSON starts with a brace or a bracket, the text form with the word ``placement``; anything else is CSV.
     """
     head = text.lstrip("\ufeff \t\r\n")
     if head.startswith(("{", "[")) or where.lower().endswith(".json"):

@@ -1,4 +1,4 @@
-"""JSON in and out: strict reading, typed access that names the place of a fault, stable, readable bytes."""
+"""JSON in and out: strict parsing, typed access to fields that names the place of a fault, stable bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import NoReturn, TypeVar
 
 from zbcompile.errors import FormatError, UsageError
 
-__all__ = ["MAX_AMOUNT", "Fields", "format_json", "guarded", "integer", "items", "parse_json", "plain"]
+__all__ = [
+    "MAX_AMOUNT",
+    "Choice",
+    "Fields",
+    "format_json",
+    "guarded",
+    "integer",
+    "items",
+    "parse_json",
+    "plain",
+]
 
 MAX_AMOUNT = (1 << 53) - 1
 """Largest integer in a file: beyond it, other JSON readers lose digits. As nanoseconds, 104 days."""
@@ -19,10 +29,18 @@ _MAX_DEPTH = 16
 _LINE = 110
 _encode = json.JSONEncoder(allow_nan=False).encode
 T = TypeVar("T")
+Choice = TypeVar("Choice", bound=str)
+"""A `Literal` of the words that a field may hold."""
 
 
 def parse_json(text: str, where: str) -> object:
-    """Parse JSON strictly: no NaN or Infinity, no key twice. Raises `FormatError`."""
+    """Parse JSON strictly: no NaN or Infinity, no key twice.
+
+    Raises
+    ------
+    FormatError
+        The text is not such JSON, or is nested too deeply; the message names line and column where known.
+    """
 
     def constant(name: str) -> NoReturn:
         raise ValueError(f"{name} is not JSON")
@@ -46,7 +64,11 @@ def parse_json(text: str, where: str) -> object:
 
 
 def format_json(value: object) -> str:
-    """JSON text with stable bytes: keys in the order given, one line where it fits, long lists filled."""
+    """Write JSON with stable bytes.
+
+    Keys keep their order. A value is on one line where it fits into 110 columns; the entries of a longer list
+    fill lines.
+    """
     return _render(value, 0) + "\n"
 
 
@@ -80,7 +102,7 @@ def _fill(values: Sequence[object], indent: int) -> Iterator[str]:
 
 
 def guarded(build: Callable[[], T], where: str) -> T:
-    """Run a constructor; its `UsageError` becomes a `FormatError` with the place in the file."""
+    """Run a constructor and turn its `UsageError` into a `FormatError` with the place in the file."""
     try:
         return build()
     except FormatError:
@@ -93,7 +115,13 @@ def guarded(build: Callable[[], T], where: str) -> T:
 
 
 def integer(value: object, where: str, *, low: int = 0, high: int = MAX_AMOUNT) -> int:
-    """A whole number in a range; true, 1.0 and "1" are none."""
+    """Return a value that is a whole number in a range; true, 1.0 and "1" are not.
+
+    Raises
+    ------
+    FormatError
+        It is not.
+    """
     if isinstance(value, bool) or not isinstance(value, int):
         raise FormatError("expected a whole number", where=where, given=_short(value))
     if not low <= value <= high:
@@ -102,7 +130,13 @@ def integer(value: object, where: str, *, low: int = 0, high: int = MAX_AMOUNT) 
 
 
 def items(value: object, where: str, *, high: int) -> list[object]:
-    """A list with a bounded number of entries."""
+    """Return a value that is a list with at most ``high`` entries.
+
+    Raises
+    ------
+    FormatError
+        It is not.
+    """
     if not isinstance(value, list):
         raise FormatError("expected a list", where=where, given=_short(value))
     if len(value) > high:
@@ -111,7 +145,13 @@ def items(value: object, where: str, *, high: int) -> list[object]:
 
 
 def plain(value: object, where: str, depth: int = 0) -> object:
-    """Any JSON value made of printable text, finite numbers and bounded nesting, unchanged."""
+    """Return a JSON value unchanged if it has printable text, finite numbers and bounded nesting only.
+
+    Raises
+    ------
+    FormatError
+        It has anything else.
+    """
     if depth > _MAX_DEPTH:
         raise FormatError("nested too deeply", where=where, needed=f"at most {_MAX_DEPTH} levels")
     if isinstance(value, str):
@@ -143,7 +183,18 @@ def _short(value: object) -> str:
 
 
 class Fields:
-    """The fields of one JSON object. ``done`` refuses those that nobody asked for."""
+    """The fields of one JSON object.
+
+    Every method that reads a field raises `FormatError` with the place of a field that is missing or wrong.
+    `done` refuses the fields that nobody read.
+
+    Parameters
+    ----------
+    value
+        The object.
+    where
+        Its place in the file, for messages.
+    """
 
     def __init__(self, value: object, where: str) -> None:
         if not isinstance(value, dict):
@@ -152,58 +203,57 @@ class Fields:
         self._left: dict[str, object] = dict(value)
 
     def at(self, name: str) -> str:
-        """The place of a field, for messages."""
+        """Return the place of a field, for messages."""
         return f"{self.where}.{name}" if self.where else name
 
     def take(self, name: str) -> object:
-        """A field that must be there."""
+        """Return a field that must be there."""
         if name not in self._left:
             raise FormatError(f"field {name!r} is missing", where=self.where)
         return self._left.pop(name)
 
     def optional(self, name: str) -> object:
-        """A field, or None when it is absent or null."""
+        """Return a field, or None when it is absent or null."""
         return self._left.pop(name, None)
 
     def has(self, name: str) -> bool:
-        """Whether a field is there and not yet read."""
+        """Return whether a field is there and not yet read."""
         return name in self._left
 
     def integer(self, name: str, default: int | None = None, *, low: int = 0, high: int = MAX_AMOUNT) -> int:
-        """A whole number; without a default it must be there."""
+        """Return a whole number; without a default it must be there."""
         if default is not None and name not in self._left:
             return default
         return integer(self.take(name), self.at(name), low=low, high=high)
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Printable text of at most 1000 characters."""
+        """Return printable text of at most 1000 characters; without a default it must be there."""
         if default is not None and name not in self._left:
             return default
         return _text(self.take(name), self.at(name))
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Return true or false."""
         value = self._left.pop(name, default)
         if not isinstance(value, bool):
             raise FormatError("expected true or false", where=self.at(name), given=_short(value))
         return value
 
     def list(self, name: str, *, high: int) -> list[object]:
-        """A list with a bounded number of entries; empty when absent or null."""
+        """Return a list with at most ``high`` entries; empty when absent or null."""
         value = self._left.pop(name, None)
         return [] if value is None else items(value, self.at(name), high=high)
 
-    def one_of(self, name: str, choices: Sequence[str], default: str) -> str:
-        """One of some words."""
+    def one_of(self, name: str, choices: Sequence[Choice], default: str) -> Choice:
+        """Return one of some words; a default that is none of them means that the field must be there."""
         value = self.text(name, default)
-        if value not in choices:
-            raise FormatError(
-                f"unknown {name} {_short(value)}", where=self.where, needed=" or ".join(choices)
-            )
-        return value
+        for choice in choices:
+            if value == choice:
+                return choice
+        raise FormatError(f"unknown {name} {_short(value)}", where=self.where, needed=" or ".join(choices))
 
     def header(self, name: str, version: int) -> None:
-        """The fields ``format`` and ``version``."""
+        """Read the fields ``format`` and ``version`` and refuse another format or version."""
         given = self._left.pop("format", None)
         if given != name:
             raise FormatError(
@@ -224,7 +274,7 @@ class Fields:
             )
 
     def done(self) -> None:
-        """Refuse fields that were not read."""
+        """Refuse the fields that were not read."""
         if self._left:
             raise FormatError(
                 f"unknown field {_short(next(iter(self._left)))}",

@@ -1,4 +1,4 @@
-"""Reading and writing whole files: `-` for a pipe, bounded sizes, and never half a file on disk."""
+"""Reads and writes whole files. ``-`` is a pipe, sizes are bounded, and no half-written file remains."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ _COUNTER = itertools.count()
 
 
 def read_text(path: str | os.PathLike[str], *, limit_bytes: int = MAX_BYTES) -> str:
-    """The text of a file, or of standard input for ``-``.
+    """Return the text of a file, or of standard input for ``-``.
 
-    Raises `FormatError` for a file that is not there, not a file, not UTF-8, or larger than the limit; never
-    holds more than the limit.
+    Parameters
+    ----------
+    limit_bytes
+        Largest size; no more than that is held in memory.
+
+    Raises
+    ------
+    FormatError
+        The file is not there, not a file, not UTF-8, or larger than the limit.
     """
     where = "standard input" if str(path) == "-" else str(path)
     try:
@@ -47,9 +54,14 @@ def read_text(path: str | os.PathLike[str], *, limit_bytes: int = MAX_BYTES) -> 
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file whole: to a temporary name beside it, then renamed. ``-`` is standard output.
+    """Write a whole file: to a temporary file beside it, which then takes its name. ``-`` is standard output.
 
-    Pipes and devices are written in place. Raises `UsageError` when the place cannot be written.
+    Pipes and devices are written in place.
+
+    Raises
+    ------
+    UsageError
+        The place cannot be written.
     """
     if str(path) == "-":
         sys.stdout.write(text)

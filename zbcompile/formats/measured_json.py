@@ -1,4 +1,4 @@
-"""A measured timeline, format ``zbcompile.measured`` version 1: when every action began and ended."""
+"""Measured timelines as JSON, format ``zbcompile.measured`` version 1: when every action began and ended."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one step really took.
+    """The times of one step that ran.
 
-    ranks : per rank, (action, start_ns, end_ns) in the order executed, on one clock for all ranks; its zero
-        is the first start.
-    source : where it was measured, for people.
+    Attributes
+    ----------
+    ranks
+        Per rank, (action, start_ns, end_ns) in the order executed, on one clock for all ranks; its zero is
+        the first start.
+    source
+        Where the step was measured, for people.
     """
 
     ranks: tuple[tuple[tuple[Action, int, int], ...], ...]
@@ -31,7 +35,7 @@ class Measured:
 
     @staticmethod
     def of(ranks: Sequence[Iterable[tuple[Action, int, int]]], source: str = "") -> Measured:
-        """Build from times on any common clock; the first start becomes zero."""
+        """Build from times in ns on any common clock; the first start becomes zero."""
         rows = [list(row) for row in ranks]
         zero = min((start for row in rows for _, start, _ in row), default=0)
         return Measured(
@@ -41,22 +45,28 @@ class Measured:
 
     @property
     def makespan_ns(self) -> int:
-        """Last end of a compute action."""
+        """Last end of a compute action, in ns."""
         return max((end for row in self.ranks for a, _, end in row if a.kind.is_compute), default=0)
 
     def busy_ns(self, rank: int) -> int:
-        """Time of the rank's compute actions."""
+        """Return the time of the rank's compute actions."""
         return sum(end - start for action, start, end in self.ranks[rank] if action.kind.is_compute)
 
 
 def dumps(measured: Measured) -> str:
-    """The text of a measured timeline."""
+    """Return the text of a measured timeline."""
     rows = [[[action_to(action), start, end] for action, start, end in row] for row in measured.ranks]
     return format_json({"format": NAME, "version": VERSION, "source": measured.source, "ranks": rows})
 
 
 def loads(text: str, where: str = "measured timeline") -> Measured:
-    """Read a measured timeline. Raises `FormatError` naming the entry."""
+    """Read a measured timeline.
+
+    Raises
+    ------
+    FormatError
+        The text is broken, foreign or out of bounds; the message names the entry.
+    """
     fields = Fields(parse_json(text, where), where)
     fields.header(NAME, VERSION)
     rows = items(fields.take("ranks"), fields.at("ranks"), high=MAX_STAGES)

@@ -1,15 +1,15 @@
-"""Profiles as JSON, format ``zbcompile.profile`` version 1; the other parts of a problem may be added."""
+"""Profiles as JSON, format ``zbcompile.profile`` version 1; a file may state other parts of a problem too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zbcompile.errors import FormatError
-from zbcompile.formats.fields import Fields, format_json, guarded, integer, items, parse_json
+from zbcompile.formats.fields import Choice, Fields, format_json, guarded, integer, items, parse_json
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import MAX_COUNT, Placement
-from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS, Problem
+from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS, Objective, Problem, SendMode
 
 __all__ = [
     "MAX_STAGES",
@@ -33,17 +33,20 @@ _MAX_CELLS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ProfileFile:
-    """A profile and whatever else of a problem the file says; None for what it does not.
+    """A profile and the other parts of a problem that the file states; None for those that it does not.
 
-    caps : one entry (for every rank) or one per rank, None for no limit.
+    Attributes
+    ----------
+    caps
+        Bytes: one entry for all ranks or one per rank, None for no limit; empty when not stated.
     """
 
     profile: Profile
     placement: Placement | None = None
     num_microbatches: int | None = None
     caps: tuple[int | None, ...] = ()
-    objective: str | None = None
-    transport: str | None = None
+    objective: Objective | None = None
+    transport: SendMode | None = None
 
     def problem(
         self,
@@ -51,10 +54,18 @@ class ProfileFile:
         placement: Placement | None = None,
         num_microbatches: int | None = None,
         caps: Sequence[int | None] = (),
-        objective: str | None = None,
-        transport: str | None = None,
+        objective: Objective | None = None,
+        transport: SendMode | None = None,
     ) -> Problem:
-        """The problem that the file and the arguments make; arguments win. Raises `UsageError`."""
+        """Return the problem that the file and the arguments state; arguments win.
+
+        What neither states is linear placement, two microbatches per rank, no cap, span and ``async``.
+
+        Raises
+        ------
+        UsageError
+            The parts do not fit together.
+        """
         where = placement or self.placement or Placement.linear(self.profile.num_stages)
         count = num_microbatches or self.num_microbatches or 2 * where.num_ranks
         limits = tuple(caps) or self.caps
@@ -71,7 +82,13 @@ class ProfileFile:
 
 
 def loads(text: str, where: str = "profile") -> ProfileFile:
-    """Read a profile file. Raises `FormatError` naming the field."""
+    """Read a profile file.
+
+    Raises
+    ------
+    FormatError
+        The text is broken, foreign or out of bounds; the message names the field.
+    """
     fields = Fields(parse_json(text, where), where)
     fields.header(NAME, VERSION)
     profile = _profile(fields)
@@ -96,7 +113,7 @@ def loads(text: str, where: str = "profile") -> ProfileFile:
 
 
 def dumps(content: ProfileFile | Profile) -> str:
-    """The text of a profile file; the same content gives the same bytes."""
+    """Return the text of a profile file. The same content gives the same bytes."""
     file = ProfileFile(content) if isinstance(content, Profile) else content
     document: dict[str, object] = {"format": NAME, "version": VERSION}
     if file.num_microbatches is not None:
@@ -114,7 +131,7 @@ def dumps(content: ProfileFile | Profile) -> str:
 
 
 def profile_to(profile: Profile) -> dict[str, object]:
-    """A profile as plain values; equal neighbours among the stages are written once, with ``repeat``."""
+    """Return a profile as plain values; equal neighbouring stages are written once, with ``repeat``."""
     result: dict[str, object] = {"source": profile.source, "stages": list(_runs(profile.stages))}
     chain = tuple(Edge(s, s + 1) for s in range(profile.num_stages - 1))
     if profile.edges != chain:
@@ -138,7 +155,13 @@ def profile_to(profile: Profile) -> dict[str, object]:
 
 
 def profile_from(value: object, where: str) -> Profile:
-    """Read what `profile_to` wrote."""
+    """Read what `profile_to` wrote.
+
+    Raises
+    ------
+    FormatError
+        The value is not a profile; the message names the field.
+    """
     fields = Fields(value, where)
     profile = _profile(fields)
     fields.done()
@@ -146,7 +169,13 @@ def profile_from(value: object, where: str) -> Profile:
 
 
 def placement_from(value: object, where: str, num_stages: int | None = None) -> Placement:
-    """A list with the rank of every stage, or one of the names ``linear``, ``looped:2``, ``v:2``."""
+    """Read a list with the rank of every stage or, where the number of stages is given, a name.
+
+    Raises
+    ------
+    FormatError
+        The value is neither, or leaves a rank without a stage.
+    """
     if isinstance(value, str) and num_stages is not None:
         return guarded(lambda: named_placement(value, num_stages), where)
     ranks = [
@@ -157,7 +186,13 @@ def placement_from(value: object, where: str, num_stages: int | None = None) -> 
 
 
 def named_placement(text: str, num_stages: int) -> Placement:
-    """``linear``, ``looped:K`` or ``v:K`` (K stages per rank, 2 when left out). Raises `UsageError`."""
+    """Return the placement ``linear``, ``looped:K`` or ``v:K``: K stages per rank, 2 when left out.
+
+    Raises
+    ------
+    FormatError
+        The name is unknown, or K does not divide the number of stages.
+    """
     name, _, tail = text.partition(":")
     each = 1 if name == "linear" else 2
     if tail:
@@ -171,7 +206,7 @@ def named_placement(text: str, num_stages: int) -> Placement:
 
 
 def caps_from(value: object, where: str) -> tuple[int | None, ...]:
-    """A number for all ranks, a list with a number or null per rank, or nothing."""
+    """Read caps in bytes: a number for all ranks, a list with a number or null per rank, or null for none."""
     if value is None:
         return ()
     if not isinstance(value, list):
@@ -181,7 +216,13 @@ def caps_from(value: object, where: str) -> tuple[int | None, ...]:
 
 
 def check_amount(profile: Profile, num_microbatches: int, where: str) -> None:
-    """Refuse steps of too many actions, and times whose sum over a step leaves 64 bits."""
+    """Refuse steps of too many actions, and times whose sum over a step leaves 64 bits.
+
+    Raises
+    ------
+    FormatError
+        The profile is too large for the number of microbatches.
+    """
     cells = profile.num_stages * num_microbatches
     if cells > _MAX_CELLS:
         raise FormatError(
@@ -190,7 +231,7 @@ def check_amount(profile: Profile, num_microbatches: int, where: str) -> None:
     slowest = max(
         sum(
             max(c.forward_ns + c.backward_input_ns + c.backward_weight_ns, c.full_backward_ns)
-            for c in _ways(stage)
+            for c in (stage, *stage.variants)
         )
         for stage in profile.stages
     )
@@ -201,11 +242,7 @@ def check_amount(profile: Profile, num_microbatches: int, where: str) -> None:
         )
 
 
-def _ways(stage: StageCost) -> Iterable[StageCost]:
-    return (stage, *stage.variants)
-
-
-def _choice(fields: Fields, name: str, choices: Sequence[str]) -> str | None:
+def _choice(fields: Fields, name: str, choices: Sequence[Choice]) -> Choice | None:
     return fields.one_of(name, choices, "") if fields.has(name) else None
 
 
@@ -287,7 +324,7 @@ def _stage_to(stage: StageCost) -> dict[str, object]:
     return result
 
 
-def _runs(stages: Sequence[StageCost]) -> Iterable[dict[str, object]]:
+def _runs(stages: Sequence[StageCost]) -> Iterator[dict[str, object]]:
     start = 0
     for index in range(1, len(stages) + 1):
         if index == len(stages) or stages[index] != stages[start]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
 
 from zbcompile.errors import FormatError
 from zbcompile.formats.fields import Fields, format_json, guarded, integer, items, parse_json, plain
@@ -31,9 +30,20 @@ _SMALL = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFile:
-    """What a schedule file holds. Only the order is always there.
+    """The contents of a schedule file. Only the order is always there.
 
-    problem : its profile has one variant per stage fixed. certificate : None for orders that nobody proved.
+    Attributes
+    ----------
+    schedule
+        The order.
+    problem
+        The problem, one variant per stage fixed in its profile; None for an order without costs.
+    certificate
+        What is proved about the order; None for nothing.
+    variants
+        Which variant, per stage (0: the stage itself).
+    origin
+        How the order was found, for people.
     """
 
     schedule: Schedule
@@ -44,13 +54,19 @@ class ScheduleFile:
 
     @staticmethod
     def of(solution: Solution) -> ScheduleFile:
-        """The file of a planner's result."""
+        """Return the contents of the file of a planner's result."""
         return ScheduleFile(
             solution.schedule, solution.problem, solution.certificate, solution.variants, solution.origin
         )
 
     def solution(self) -> Solution:
-        """The planner's result again. Raises `FormatError` when the file holds only an order."""
+        """Return the planner's result again.
+
+        Raises
+        ------
+        FormatError
+            The file has no profile or no certificate.
+        """
         if self.problem is None or self.certificate is None:
             raise FormatError(
                 "the schedule carries no " + ("profile" if self.problem is None else "certificate"),
@@ -60,7 +76,7 @@ class ScheduleFile:
 
 
 def dumps(content: ScheduleFile | Solution | Schedule) -> str:
-    """The text of a schedule file; the same content gives the same bytes."""
+    """Return the text of a schedule file. The same content gives the same bytes."""
     if isinstance(content, Solution):
         content = ScheduleFile.of(content)
     elif isinstance(content, Schedule):
@@ -92,9 +108,14 @@ def dumps(content: ScheduleFile | Solution | Schedule) -> str:
 
 
 def loads(text: str, where: str = "schedule") -> ScheduleFile:
-    """Read a schedule file. The order is well formed, not yet legal: `zbcompile.schedule.check` judges it.
+    """Read a schedule file.
 
-    Raises `FormatError` naming the field for anything broken, foreign or out of bounds.
+    The order that is returned is well formed, but may be illegal: `zbcompile.schedule.check` judges it.
+
+    Raises
+    ------
+    FormatError
+        The text is broken, foreign or out of bounds; the message names the field.
     """
     fields = Fields(parse_json(text, where), where)
     fields.header(NAME, VERSION)
@@ -124,13 +145,19 @@ def loads(text: str, where: str = "schedule") -> ScheduleFile:
 
 
 def action_to(action: Action) -> list[object]:
-    """``["forward", stage, microbatch]``; sends and receives have the peer stage as a fourth entry."""
+    """Return ``["forward", stage, microbatch]``; a send or receive has the peer stage as a fourth entry."""
     head: list[object] = [_NAMES[action.kind], action.stage, action.microbatch]
     return head if action.peer is None else [*head, action.peer]
 
 
 def action_from(value: object, where: str, num_stages: int, num_microbatches: int) -> Action:
-    """Read what `action_to` wrote, with every number inside its range."""
+    """Read what `action_to` wrote.
+
+    Raises
+    ------
+    FormatError
+        The value is not an action, or a number is out of its range.
+    """
     if not isinstance(value, list) or not 3 <= len(value) <= 4:
         raise FormatError('expected an action such as ["forward", 0, 0]', where=where)
     name, stage, microbatch = value[:3]
@@ -148,7 +175,13 @@ def action_from(value: object, where: str, num_stages: int, num_microbatches: in
 
 
 def check_size(schedule: Schedule, where: str) -> None:
-    """Refuse counts that promise far more actions than there are, before anyone allocates by them."""
+    """Refuse counts that promise far more actions than there are, before anything is allocated by them.
+
+    Raises
+    ------
+    FormatError
+        The order is shorter than its stages and microbatches need.
+    """
     cells = schedule.num_stages * schedule.num_microbatches
     given = sum(len(row) for row in schedule.order)
     if cells > _SMALL and given < 2 * cells:
@@ -173,7 +206,7 @@ def _order(fields: Fields, placement: Placement, num_microbatches: int) -> list[
         entries = items(row, place, high=len(Kind) * MAX_COUNT)
         order.append(
             [
-                _plain(v, stages, num_microbatches)
+                _well_formed(v, stages, num_microbatches)
                 or action_from(v, f"{place}[{k}]", stages, num_microbatches)
                 for k, v in enumerate(entries)
             ]
@@ -181,8 +214,8 @@ def _order(fields: Fields, placement: Placement, num_microbatches: int) -> list[
     return order
 
 
-def _plain(value: object, num_stages: int, num_microbatches: int) -> Action | None:
-    """A well formed action, fast; None for all others: `action_from` names what is wrong with them."""
+def _well_formed(value: object, num_stages: int, num_microbatches: int) -> Action | None:
+    """Read a well formed action quickly; return None for others: `action_from` names what is wrong."""
     if type(value) is not list or not 3 <= len(value) <= 4 or type(value[0]) is not str:
         return None
     kind, stage, microbatch, peer = _KINDS.get(value[0]), value[1], value[2], value[-1]
@@ -226,5 +259,5 @@ def _certificate(fields: Fields) -> Certificate | None:
     evidence = plain({} if witness is None else witness, inner.at("witness"))
     if not isinstance(evidence, dict):
         raise FormatError("expected an object", where=inner.at("witness"))
-    proof = cast(Mapping[str, object], evidence)
-    return guarded(lambda: Certificate(objective, value_ns, bound_ns, method, proof), inner.where)
+    shown: Mapping[str, object] = evidence
+    return guarded(lambda: Certificate(objective, value_ns, bound_ns, method, shown), inner.where)

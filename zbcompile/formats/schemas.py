@@ -1,6 +1,6 @@
-"""The JSON Schemas (draft 2020-12) that the package ships, for other programs and editors.
+"""The JSON Schemas (draft 2020-12) that the package ships for other programs and editors.
 
-Reading a file does not use them: the readers of this package check more, and need no dependency.
+The readers of this package do not use them: they check more, and need no dependency.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ SCHEMAS = ("schedule", "profile", "measured")
 
 
 def schema_text(name: str) -> str:
-    """The schema of a format by its short name. Raises `UsageError` for a name that is none."""
+    """Return the text of the schema of a format.
+
+    Parameters
+    ----------
+    name
+        One of `SCHEMAS`.
+
+    Raises
+    ------
+    UsageError
+        No schema has that name.
+    """
     if name not in SCHEMAS:
         raise UsageError(f"no schema is called {name[:40]!r}", needed=" or ".join(SCHEMAS))
     return files("zbcompile.formats").joinpath(f"{name}.schema.json").read_text(encoding="utf-8")

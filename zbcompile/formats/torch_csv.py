@@ -1,8 +1,9 @@
-"""torch.distributed.pipelining's schedule CSV, both the compute-only and the compute+communication form.
+"""The schedule CSV of torch.distributed.pipelining, in its compute-only and its compute+communication form.
 
-One line per rank, one cell per action, an empty cell for a pause. torch's letters differ from this project's:
-its ``I`` is our B (gradient of the inputs), its ``B`` our BW (full backward). Sends go to the neighbouring
-stage: ``2SEND_F0`` to stage 3, ``2RECV_F0`` from stage 1, ``2SEND_B0`` to stage 1, ``2RECV_B0`` from stage 3.
+The file has one line per rank and one cell per action; an empty cell is a pause. torch's letters differ from
+ours: its ``I`` is our B (gradient of the inputs), its ``B`` our BW (full backward). Messages go between
+neighbouring stages: ``2SEND_F0`` to stage 3, ``2RECV_F0`` from stage 1, ``2SEND_B0`` to stage 1, ``2RECV_B0``
+from stage 3.
 """
 
 from __future__ import annotations
@@ -40,10 +41,16 @@ _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 @dataclass(frozen=True, slots=True)
 class CsvSchedule:
-    """A schedule read from CSV and what of it has no place in the IR.
+    """A schedule read from CSV, and what the IR has no place for.
 
-    left_out : actions of fully sharded parameters (UNSHARD, RESHARD, REDUCE_GRAD), in the file's order.
-    overlapped : number of OVERLAP_F_B pairs, read as their parts in the order given.
+    Attributes
+    ----------
+    schedule
+        The order.
+    left_out
+        Actions of fully sharded parameters (UNSHARD, RESHARD, REDUCE_GRAD), in the file's order.
+    overlapped
+        Number of OVERLAP_F_B pairs, which are read as their parts in the order given.
     """
 
     schedule: Schedule
@@ -52,10 +59,17 @@ class CsvSchedule:
 
 
 def dumps(schedule: Schedule, *, communication: bool = True) -> str:
-    """The CSV text that torch's ``_load_csv`` reads.
+    """Return the CSV text that torch's ``_load_csv`` reads.
 
-    communication : keep sends and receives (torch's format ``compute_comms``); False writes ``compute_only``.
-    Raises `UsageError` for a message between stages that are not neighbours, which torch cannot express.
+    Parameters
+    ----------
+    communication
+        Keep sends and receives (torch's format ``compute_comms``); False writes ``compute_only``.
+
+    Raises
+    ------
+    UsageError
+        A message goes between stages that are not neighbours, which torch cannot express.
     """
     rows = schedule if communication else schedule.compute_only()
     buffer = io.StringIO()
@@ -66,7 +80,13 @@ def dumps(schedule: Schedule, *, communication: bool = True) -> str:
 
 
 def loads(text: str, where: str = "CSV") -> CsvSchedule:
-    """Read either form; a stage's rank is where its actions stand. Raises `FormatError` with the cell."""
+    """Read either form. The placement follows from the line on which each stage's actions stand.
+
+    Raises
+    ------
+    FormatError
+        The text is not such CSV; the message names the cell.
+    """
     left_out: list[str] = []
     overlapped, order = 0, []
     try:

@@ -1,4 +1,4 @@
-"""The only judge of a schedule: complete, in dependency order, free of deadlock, under the caps."""
+"""The one judge of a schedule: is it complete, in dependency order, free of deadlock and under the caps?"""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from itertools import chain
 from operator import itemgetter
 
 from zbcompile.errors import CheckError, InfeasibleError
-from zbcompile.schedule.event_graph import EventGraph, Message, describe_wait
+from zbcompile.schedule.communication import lowered
+from zbcompile.schedule.event_graph import EventGraph, describe_wait
 from zbcompile.schedule.ir import Action, Kind, Schedule
+from zbcompile.schedule.messages import Message
 from zbcompile.schedule.positions import Positions
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, memory_after, timeline_of
@@ -25,13 +27,25 @@ _BEFORE = {
 
 
 def check(schedule: Schedule, problem: Problem) -> None:
-    """Raise `CheckError` with the first fault; return when there is none."""
+    """Judge a schedule.
+
+    Raises
+    ------
+    CheckError
+        The first fault, with its rank, stage and microbatch.
+    """
     for fault in faults(schedule, problem):
         raise fault
 
 
 def checked_times(schedule: Schedule, problem: Problem) -> Timeline:
-    """`check`, then `simulate`, with one event graph for both."""
+    """Judge a schedule and return its times: `check` and `simulate` with one event graph for both.
+
+    Raises
+    ------
+    CheckError
+        The first fault.
+    """
     found, graph = judge(schedule, problem)
     if graph is None:
         raise found[0]
@@ -39,25 +53,27 @@ def checked_times(schedule: Schedule, problem: Problem) -> Timeline:
 
 
 def faults(schedule: Schedule, problem: Problem) -> list[CheckError]:
-    """All faults of the first stage of judgement that finds any.
+    """Return all faults of the first test that finds any; empty for a sound schedule.
 
-    Stages: shape (placement, rows), completeness, order on each rank, message order, deadlock, memory.
-    A later stage is only meaningful where the earlier ones found nothing.
+    Notes
+    -----
+    The tests, in this order: shape (placement, rows), completeness, order on each rank, order of messages,
+    deadlock, memory. A test makes sense only where the ones before it found nothing.
     """
     return judge(schedule, problem)[0]
 
 
 def judge(schedule: Schedule, problem: Problem) -> tuple[list[CheckError], EventGraph | None]:
-    """The faults, and where there are none the event graph, of which `timeline_of` gives the times."""
+    """Return the faults and, where there are none, the event graph; `timeline_of` gives its times."""
     found = _shape(schedule, problem)
     if not found:
-        places = Positions(schedule)
-        found = _complete(schedule, problem, places) or _rank_order(places)
+        positions = Positions(schedule)
+        found = _complete(schedule, problem, positions) or _rank_order(positions)
     found = found or _message_order(schedule, problem)
     if found:
         return found, None
     try:
-        graph = EventGraph.of(schedule, problem)
+        graph = EventGraph(lowered(schedule, problem), problem)
     except CheckError as error:
         return [error], None
     found = _deadlock(graph) or _memory(schedule, problem)
@@ -88,25 +104,25 @@ def _shape(schedule: Schedule, problem: Problem) -> list[CheckError]:
     return []
 
 
-def _complete(schedule: Schedule, problem: Problem, places: Positions) -> list[CheckError]:
-    """Every (stage, microbatch) has F, and either BW or both B and W, once, on its own rank."""
-    if not _all_in_place(problem, places):
-        return _misplaced(schedule, problem, places)
-    return [fault for stage in range(problem.num_stages) for fault in _missing(stage, problem, places)]
+def _complete(schedule: Schedule, problem: Problem, positions: Positions) -> list[CheckError]:
+    """Test that every (stage, microbatch) has F, and either BW or both B and W, once, on its own rank."""
+    if not _all_in_place(problem, positions):
+        return _misplaced(schedule, problem, positions)
+    return [fault for stage in range(problem.num_stages) for fault in _missing(stage, problem, positions)]
 
 
-def _all_in_place(problem: Problem, places: Positions) -> bool:
-    """Whether every action exists in the problem, stands on its own rank, and stands there once."""
-    for (_, stage, peer), numbers in places.rows.items():
+def _all_in_place(problem: Problem, positions: Positions) -> bool:
+    """Whether every action exists in the problem and occurs once, on the rank of its stage."""
+    for (_, stage, peer), numbers in positions.rows.items():
         if max(stage, peer or 0) >= problem.num_stages or max(numbers) >= problem.num_microbatches:
             return False
         rank = problem.placement.rank_of[stage]
-        if min(numbers.values()) < places.base[rank] or max(numbers.values()) >= places.base[rank + 1]:
+        if min(numbers.values()) < positions.base[rank] or max(numbers.values()) >= positions.base[rank + 1]:
             return False
-    return places.all_once
+    return positions.all_once
 
 
-def _misplaced(schedule: Schedule, problem: Problem, places: Positions) -> list[CheckError]:
+def _misplaced(schedule: Schedule, problem: Problem, positions: Positions) -> list[CheckError]:
     found = []
     for rank, position, action in schedule.actions():
         where = f"rank {rank}, position {position}"
@@ -132,13 +148,13 @@ def _misplaced(schedule: Schedule, problem: Problem, places: Positions) -> list[
             found.append(
                 CheckError(f"{action} stands on the wrong rank", where=where, fix=f"move it to rank {home}")
             )
-        elif places.number(action) != places.base[rank] + position:
+        elif positions.number(action) != positions.base[rank] + position:
             found.append(CheckError(f"{action} appears twice", where=where, fix="keep one of them"))
     return found
 
 
-def _missing(stage: int, problem: Problem, places: Positions) -> Iterator[CheckError]:
-    has = {kind: places.of(kind, stage) for kind in Kind if kind.is_compute}
+def _missing(stage: int, problem: Problem, positions: Positions) -> Iterator[CheckError]:
+    has = {kind: positions.of(kind, stage) for kind in Kind if kind.is_compute}
     rank = problem.placement.rank_of[stage]
     for microbatch in range(problem.num_microbatches):
         fused = microbatch in has[Kind.FULL_BACKWARD]
@@ -156,22 +172,22 @@ def _missing(stage: int, problem: Problem, places: Positions) -> Iterator[CheckE
                 yield CheckError(what, where=where, fix="add it to the rank's order")
 
 
-def _rank_order(places: Positions) -> list[CheckError]:
-    """On one stage: F before B before W. Named here, before it would show up as a cycle."""
+def _rank_order(positions: Positions) -> list[CheckError]:
+    """Test that on every stage F comes before B and B before W, before a wrong order shows up as a cycle."""
     wrong = []
-    for (kind, stage, _), numbers in places.rows.items():
+    for (kind, stage, _), numbers in positions.rows.items():
         if kind in _BEFORE:
-            earlier = places.of(_BEFORE[kind], stage)
+            earlier = positions.of(_BEFORE[kind], stage)
             wrong += [(n, kind, stage, i, earlier[i]) for i, n in numbers.items() if earlier[i] > n]
     found = []
     for number, kind, stage, microbatch, earlier_number in sorted(wrong, key=itemgetter(0)):
         action, before = Action(kind, stage, microbatch), Action(_BEFORE[kind], stage, microbatch)
-        rank = bisect_right(places.base, number) - 1
-        positions = f"{number - places.base[rank]} and {earlier_number - places.base[rank]}"
+        rank = bisect_right(positions.base, number) - 1
+        base = positions.base[rank]
         found.append(
             CheckError(
                 f"{action} stands before its {before}",
-                where=f"rank {rank}, positions {positions}",
+                where=f"rank {rank}, positions {number - base} and {earlier_number - base}",
                 fix=f"move {action} behind {before}",
             )
         )
@@ -179,7 +195,7 @@ def _rank_order(places: Positions) -> list[CheckError]:
 
 
 def _message_order(schedule: Schedule, problem: Problem) -> list[CheckError]:
-    """Rule M: on every channel receives are posted in the order of the sends."""
+    """Test that on every channel the receives are posted in the order of the sends."""
     if not schedule.has_communication:
         return []
     rank_of = problem.placement.rank_of
@@ -220,7 +236,7 @@ def _message_order(schedule: Schedule, problem: Problem) -> list[CheckError]:
 
 
 def _deadlock(graph: EventGraph) -> list[CheckError]:
-    """Rule A: the event graph has no cycle."""
+    """Test that the event graph has no cycle."""
     if graph.earliest() is not None:
         return []
     return [
@@ -229,6 +245,7 @@ def _deadlock(graph: EventGraph) -> list[CheckError]:
 
 
 def _memory(schedule: Schedule, problem: Problem) -> list[CheckError]:
+    """Test the caps; one fault per rank, at the first action that exceeds its cap."""
     found: list[CheckError] = []
     for rank, cap in enumerate(problem.caps):
         if cap is None:

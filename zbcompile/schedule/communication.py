@@ -1,21 +1,23 @@
-"""Where sends and receives go in an order, so that no timing can make the step hang.
+"""Puts the sends and receives into an order, so that no timing can make the step hang.
 
-Rules (proved by the event graph of `zbcompile.schedule.event_graph`):
+``0F0 | 1F0  -->  0F0 0SF0>1 | 1RF0<0 1F0``
 
-* A send is posted right after the action that produces it; where several leave at once, in the
+Rules (the event graph of `zbcompile.schedule.event_graph` proves each order):
+
+* A send is posted right after the action that produces its message. Several at the same place are in the
   order of their target stages.
-* Receives of a channel (a directed pair of ranks) are posted in the order in which the *sender*
-  sends, never in the order of use.
-* ``async`` and ``rendezvous``: the receive of a channel's k-th message is posted right after the
-  action that used message k - depth, and in any case before the first use of a later message.
-* ``rendezvous``: receives are posted before the sends that stand at the same place, so that a
-  rank held up by a send is already open for its peers.
-* One communicator for all (``insert_in_total_order``): all messages in one global order, by planned start;
-  every rank posts its sends and receives in that order. Nothing can wait in a circle, but a message may
-  stand behind one that it has nothing to do with; the event graph predicts what that costs.
-* ``batched``: the receive joins the exchange right before its use; an activation's receive goes
-  further back, across W's that stand before its use, to the exchange that sends a gradient
-  (`send_backward_recv_forward` in Megatron's terms). Nobody waits for a W, so no order deadlocks by it.
+* Receives of a channel (a directed pair of ranks) are posted in the order in which the *sender* sends, never
+  in the order of use.
+* ``async`` and ``rendezvous``: the receive of a channel's k-th message is posted right after the action that
+  used message k - depth, and in any case before the first use of a later message.
+* ``rendezvous``: receives are posted before the sends at the same place, so that a rank that a send holds up
+  is already open for its peers.
+* ``batched``: a receive joins the exchange right before its use. An activation's receive moves further back,
+  across the W's directly before its use, to the exchange that sends a gradient (Megatron's
+  ``send_backward_recv_forward``). No action waits for a W, so this makes no order deadlock.
+* One communicator for all channels (`insert_in_total_order`): all messages have one global order, by planned
+  start, and every rank posts its sends and receives in that order. No circle of waits is possible, but a
+  message may wait behind an unrelated one; the event graph predicts what that costs.
 """
 
 from __future__ import annotations
@@ -24,35 +26,60 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 
 from zbcompile.errors import CheckError
-from zbcompile.schedule.event_graph import EventGraph, Message, messages_of
+from zbcompile.schedule.event_graph import EventGraph
 from zbcompile.schedule.ir import Action, Kind, Schedule
+from zbcompile.schedule.messages import Message, messages_of
 from zbcompile.schedule.positions import Positions
 from zbcompile.schedule.problem import Problem
 
-__all__ = ["RECEIVE_DEPTH", "insert_communication", "insert_in_total_order", "post_slots"]
+__all__ = ["RECEIVE_DEPTH", "insert_communication", "insert_in_total_order", "lowered", "post_slots"]
 
 RECEIVE_DEPTH = 2
 """Receives posted ahead per channel. Two cost no time against unbounded buffers (docs/runtime.md)."""
 
 
-def insert_communication(schedule: Schedule, problem: Problem, depth: int = RECEIVE_DEPTH) -> Schedule:
-    """A compute order with its sends and receives put in.
+def lowered(schedule: Schedule, problem: Problem) -> Schedule:
+    """Return an order in the form that an `EventGraph` of the problem's send mode takes.
 
-    ``0F0 | 1F0 -->  0F0 0SF0>1 | 1RF0<0 1F0``
+    A compute-only order under ``rendezvous`` or ``batched`` gets its sends and receives; every other order is
+    returned as it is.
+
+    Raises
+    ------
+    CheckError
+        An action that a message needs is missing.
+    """
+    if problem.transport == "async" or schedule.has_communication:
+        return schedule
+    return insert_communication(schedule, problem)
+
+
+def insert_communication(schedule: Schedule, problem: Problem, depth: int = RECEIVE_DEPTH) -> Schedule:
+    """Put the sends and receives into an order, in place of those that it has.
+
+    Parameters
+    ----------
+    depth
+        Receives posted ahead per channel; ``batched`` does not use it.
+
+    Raises
+    ------
+    CheckError
+        An action that a message needs is missing.
     """
     schedule = schedule.compute_only()
-    places = Positions(schedule)
+    positions = Positions(schedule)
     rank_of, batched = problem.placement.rank_of, problem.transport == "batched"
     sends: dict[int, list[Message]] = {}
     channels: dict[tuple[int, int], list[tuple[int, int, int, Message]]] = {}
-    for message, producer, user in _uses(problem, places):
+    for message, producer, user in _uses(problem, positions):
         backward, source, target, _ = message
         sends.setdefault(producer, []).append(message)
-        use = places.position[user]
+        use = positions.position[user]
         if batched and not backward:
             use = _before_weights(schedule.order[rank_of[target]], use)
         channel = channels.setdefault((rank_of[source], rank_of[target]), [])
-        channel.append((places.position[producer], target, use, message))
+        channel.append((positions.position[producer], target, use, message))
     receives: list[dict[int, list[Action]]] = [{} for _ in schedule.order]
     for (_, target), sent in sorted(channels.items()):
         sent.sort(key=itemgetter(0, 1))
@@ -64,19 +91,21 @@ def insert_communication(schedule: Schedule, problem: Problem, depth: int = RECE
         line: list[Action] = list(receives[rank].get(0, ()))
         for k, action in enumerate(row):
             line.append(action)
-            sent_here = [m.send for m in sorted(sends.get(places.base[rank] + k, ()), key=lambda m: m.target)]
+            messages = sends.get(positions.base[rank] + k, ())
+            sent_here = [m.send for m in sorted(messages, key=lambda m: m.target)]
             posted_here = receives[rank].get(k + 1, [])
             line += posted_here + sent_here if problem.transport == "rendezvous" else sent_here + posted_here
         order.append(line)
     return Schedule.of(schedule.placement, schedule.num_microbatches, order)
 
 
-def _uses(problem: Problem, places: Positions) -> Iterator[tuple[Message, int, int]]:
-    """Every message with the numbers of the action that makes it and of the one that uses it."""
+def _uses(problem: Problem, positions: Positions) -> Iterator[tuple[Message, int, int]]:
+    """Yield every message with the numbers of the action that makes it and of the one that uses it."""
     rows: dict[tuple[bool, int], Mapping[int, int]] = {}
     for stage in range(problem.num_stages):
-        rows[False, stage] = places.of(Kind.FORWARD, stage)
-        rows[True, stage] = {**places.of(Kind.FULL_BACKWARD, stage), **places.of(Kind.BACKWARD_INPUT, stage)}
+        fused, split = (positions.of(k, stage) for k in (Kind.FULL_BACKWARD, Kind.BACKWARD_INPUT))
+        rows[False, stage] = positions.of(Kind.FORWARD, stage)
+        rows[True, stage] = {**fused, **split}
     for _, message in messages_of(problem):
         backward, source, target, microbatch = message
         producer, user = rows[backward, source].get(microbatch), rows[backward, target].get(microbatch)
@@ -91,23 +120,27 @@ def _uses(problem: Problem, places: Positions) -> Iterator[tuple[Message, int, i
 
 
 def insert_in_total_order(schedule: Schedule, problem: Problem) -> Schedule:
-    """The same for transports that refuse several communicators: one order of messages, the same on all
-    ranks.
+    """Put the sends and receives into an order for a library with one communicator for all channels.
 
-    A send is posted after its producer and after all that stands before it in the global order; a
-    receive right after what stands before it on its rank.
+    All ranks post their messages in one global order. A send is posted after its producer and after the
+    messages before it in the global order; a receive is posted right after the message before it on its rank.
+
+    Raises
+    ------
+    CheckError
+        An action that a message needs is missing, or the order deadlocks.
     """
     schedule = schedule.compute_only()
     many = max(1, len(problem.profile.edges) * problem.num_microbatches)
-    messages = EventGraph.of(insert_communication(schedule, problem, many), problem).transfers()
-    places = Positions(schedule)
+    messages = EventGraph(insert_communication(schedule, problem, many), problem).transfers()
+    positions = Positions(schedule)
     rank_of = problem.placement.rank_of
-    producers = {message: producer for message, producer, _ in _uses(problem, places)}
+    producers = {message: producer for message, producer, _ in _uses(problem, positions)}
     slot = [0] * schedule.num_ranks
     posted: list[dict[int, list[Action]]] = [{} for _ in schedule.order]
     for message in messages:
         source, target = rank_of[message.source], rank_of[message.target]
-        slot[source] = max(slot[source], places.position[producers[message]] + 1)
+        slot[source] = max(slot[source], positions.position[producers[message]] + 1)
         posted[source].setdefault(slot[source], []).append(message.send)
         posted[target].setdefault(slot[target], []).append(message.recv)
     order = []
@@ -121,17 +154,26 @@ def insert_in_total_order(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def _before_weights(row: Sequence[Action], position: int) -> int:
-    """The position of the first of the W's that stand directly before ``position``, or itself."""
+    """Return the position of the first of the W's directly before ``position``, or ``position`` itself."""
     while position and row[position - 1].kind is Kind.BACKWARD_WEIGHT:
         position -= 1
     return position
 
 
 def post_slots(uses: Sequence[int], depth: int) -> list[int]:
-    """For each message of a channel, before which compute position its receive is posted.
+    """Return for each message of a channel the compute position before which its receive is posted.
 
-    ``uses[k]`` is the position that needs message k. Slots never decrease, and none is after the
-    use of its own or any later message.
+    Parameters
+    ----------
+    uses
+        Per message in the order sent, the position of the action that uses it.
+    depth
+        Receives posted ahead; 0 posts each right before the use.
+
+    Returns
+    -------
+    list of int
+        The positions never decrease, and none is after the use of its own or any later message.
     """
     latest: list[int] = list(uses)
     slots: list[int] = []

@@ -1,6 +1,6 @@
-"""What stages and links cost. Integers throughout: nanoseconds and bytes.
+"""What stages and links cost: integers throughout, in nanoseconds and bytes.
 
-Integers make the integer program exact, JSON exact, and tests able to compare with ``==``.
+With integers the integer program is exact, JSON is exact, and tests compare with ``==``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,28 @@ def _check_amounts(owner: object, names: Sequence[str]) -> None:
 class StageCost:
     """What one microbatch costs on one stage.
 
-    forward_ns, backward_input_ns, backward_weight_ns : times of F, B and W.
-    full_backward_ns : time of a fused BW. Less than B + W where fusing saves a collective.
-    saved_bytes : M_B, held from the start of F until B (or BW) ends.
-    saved_for_weight_bytes : M_W, held from the end of B until W ends. May exceed M_B (recompute).
-    static_bytes : parameters, gradients, optimizer state: held all the time, counted in the cap.
-    variants : other ways to run this stage (for instance with recompute), to choose from
-        when memory binds. A variant has no variants of its own and keeps ``static_bytes``.
+    Attributes
+    ----------
+    forward_ns, backward_input_ns, backward_weight_ns
+        Times of F, B and W in ns.
+    full_backward_ns
+        Time of a fused BW in ns. It is less than B + W where fusing saves a collective.
+    saved_bytes
+        M_B in bytes: held from the start of F until B (or BW) ends.
+    saved_for_weight_bytes
+        M_W in bytes: held from the end of B until W ends. It may exceed M_B (recompute).
+    static_bytes
+        Parameters, gradients and optimizer state in bytes: held all the time, counted in the cap.
+    name
+        A name for people.
+    variants
+        Other ways to run this stage (for instance with recompute), to choose from when memory binds. A
+        variant has no variants of its own; `Profile.choose` gives it the ``static_bytes`` of the stage.
+
+    Raises
+    ------
+    UsageError
+        An amount is not a non-negative integer, or a variant has variants.
     """
 
     forward_ns: int
@@ -72,7 +87,7 @@ class StageCost:
         saved_bytes: int = 2,
         saved_for_weight_bytes: int = 1,
     ) -> StageCost:
-        """A stage whose fused backward saves nothing: BW = B + W."""
+        """Build a stage whose fused backward saves nothing: BW = B + W. Times in ns."""
         return StageCost(
             forward_ns,
             backward_input_ns,
@@ -84,7 +99,7 @@ class StageCost:
 
     @property
     def work_ns(self) -> int:
-        """F + B + W of one microbatch."""
+        """F + B + W of one microbatch, in ns."""
         return self.forward_ns + self.backward_input_ns + self.backward_weight_ns
 
 
@@ -92,8 +107,21 @@ class StageCost:
 class Edge:
     """A flow of tensors from one stage to a later one, per microbatch.
 
-    forward_bytes : size of the activation message. backward_bytes : size of its gradient.
-    has_gradient : False when nothing flows back (integers, masks, frozen producers).
+    Attributes
+    ----------
+    source, target
+        The stages; ``source`` is the earlier one.
+    forward_bytes
+        Size of the activation message in bytes.
+    backward_bytes
+        Size of its gradient in bytes.
+    has_gradient
+        False when nothing flows back (integers, masks, frozen producers).
+
+    Raises
+    ------
+    UsageError
+        A number is not a non-negative integer, or the edge does not go to a later stage.
     """
 
     source: int
@@ -110,7 +138,15 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A directed connection between two ranks. ``bytes_per_second == 0`` means size costs nothing."""
+    """A directed connection between two ranks.
+
+    Attributes
+    ----------
+    latency_ns
+        Time that every message takes, in ns.
+    bytes_per_second
+        Bandwidth; 0 means that size costs nothing.
+    """
 
     latency_ns: int = 0
     bytes_per_second: int = 0
@@ -119,7 +155,7 @@ class Link:
         _check_amounts(self, ("latency_ns", "bytes_per_second"))
 
     def transfer_ns(self, num_bytes: int) -> int:
-        """Latency plus size over bandwidth, rounded up to a whole nanosecond."""
+        """Return latency plus size over bandwidth, rounded up to a whole nanosecond."""
         if self.bytes_per_second == 0 or num_bytes == 0:
             return self.latency_ns
         return self.latency_ns + -(-num_bytes * 1_000_000_000 // self.bytes_per_second)
@@ -129,11 +165,27 @@ class Link:
 class Profile:
     """Costs of all stages, the edges between them, and the links between ranks.
 
-    edges : empty means the chain 0 -> 1 -> ... with messages of size zero.
-    link : for every pair of different ranks that ``links`` does not name. One rank to itself is free.
-    links : exceptions, sorted, as ((source rank, target rank), Link).
-    overhead_ns : host time that every compute action adds on its rank (calibrated by `rehearse`).
-    source : where the numbers come from, for people ("measured on cpu", "arXiv 2401.10241").
+    Attributes
+    ----------
+    stages
+        Costs of every stage.
+    edges
+        Flows between stages, sorted by source and target. Empty means the chain 0 -> 1 -> ... with messages
+        of size zero.
+    link
+        The link of every pair of different ranks that ``links`` does not name. From a rank to itself
+        messages are free.
+    links
+        Exceptions, sorted, as ((source rank, target rank), link).
+    overhead_ns
+        Host time in ns that every compute action adds on its rank (`rehearse` calibrates it).
+    source
+        Where the numbers come from, for people ("measured on cpu", "arXiv 2401.10241").
+
+    Raises
+    ------
+    UsageError
+        There is no stage, an edge names a stage that does not exist, or two edges join the same stages.
     """
 
     stages: tuple[StageCost, ...]
@@ -164,7 +216,7 @@ class Profile:
 
     @staticmethod
     def uniform(stage: StageCost, num_stages: int, latency_ns: int = 0, source: str = "") -> Profile:
-        """The same cost on every stage, the chain of edges, one latency for all links."""
+        """Build a profile with one cost for all stages, the chain of edges, and one latency for all links."""
         return Profile((stage,) * num_stages, link=Link(latency_ns), source=source)
 
     @property
@@ -173,7 +225,7 @@ class Profile:
         return len(self.stages)
 
     def link_between(self, source_rank: int, target_rank: int) -> Link:
-        """The link between two ranks; free within one rank."""
+        """Return the link between two ranks; within one rank it is free."""
         if source_rank == target_rank:
             return _FREE
         for pair, link in self.links:
@@ -182,7 +234,18 @@ class Profile:
         return self.link
 
     def choose(self, variants: Sequence[int]) -> Profile:
-        """The profile with one variant fixed per stage: 0 is the stage itself, k its k-th variant."""
+        """Return the profile with one variant fixed per stage.
+
+        Parameters
+        ----------
+        variants
+            One number per stage: 0 is the stage itself, k its k-th variant.
+
+        Raises
+        ------
+        UsageError
+            The count is wrong, or a stage has no such variant.
+        """
         if len(variants) != len(self.stages):
             raise UsageError("one variant per stage", needed=len(self.stages), given=len(variants))
         chosen = []

@@ -1,4 +1,4 @@
-"""Peak rates of accelerators, so that a plan needs none of them. No torch here.
+"""Peak rates of devices, so that costs can be counted without having the device. This file needs no torch.
 
 Figures are dense (no sparsity), per device, from the vendors' data sheets named in ``source``.
 """
@@ -19,15 +19,25 @@ _GIGA = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A roofline.
+    """The roofline of a device.
 
-    flops_per_second : peak by dtype name (``float32``, ``bfloat16``, ...), matrix units where there are any.
-    bytes_per_second : memory bandwidth. memory_bytes : capacity.
-    launch_ns : time that every operator costs at least.
-    link : connection to the next device (one direction).
-    source : where the figures come from.
-    element_ps : picoseconds per element of functions that neither bandwidth nor matrix rate bounds
-        (``tanh``, ``native_dropout``): on one CPU core they are most of what a roofline misses.
+    Attributes
+    ----------
+    flops_per_second
+        Peak FLOP/s by dtype name (``float32``, ``bfloat16``, ...), of the matrix units where there are any.
+    bytes_per_second
+        Memory bandwidth in bytes per second.
+    memory_bytes
+        Memory capacity in bytes.
+    launch_ns
+        Least time of every operator, in ns.
+    link
+        Connection to the next device (one direction).
+    source
+        Where the figures come from.
+    element_ps
+        Picoseconds per element of functions that neither bandwidth nor matrix rate bounds (``tanh``,
+        ``native_dropout``): on one CPU core they are most of what a roofline misses.
     """
 
     name: str
@@ -40,7 +50,13 @@ class Device:
     element_ps: Mapping[str, int] = field(default_factory=dict)
 
     def peak(self, dtype: str) -> int:
-        """Peak FLOP/s for a dtype; integers and bools run at the float32 rate."""
+        """Return the peak FLOP/s of a dtype; integers, bools and complex64 run at the float32 rate.
+
+        Raises
+        ------
+        UsageError
+            The device has no rate for the dtype.
+        """
         rate = self.flops_per_second.get(dtype)
         if rate is None and dtype in ("complex64", "int64", "int32", "int16", "int8", "uint8", "bool"):
             rate = self.flops_per_second.get("float32")
@@ -56,9 +72,25 @@ class Device:
     def roofline_ns(
         self, flops: int, num_bytes: int, dtype: str, function: str = "", elements: int = 0
     ) -> int:
-        """max(compute, memory, elements of a slow function) + launch, in whole nanoseconds, rounded up.
+        """Return max(compute, memory, elements of a slow function) + launch in ns, each rounded up.
 
-        Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009.
+        Parameters
+        ----------
+        flops, num_bytes
+            Work of the operator, and bytes that it reads and writes.
+        dtype
+            Name of the dtype that it computes in.
+        function, elements
+            Name of the function and its number of elements, for `element_ps`.
+
+        Raises
+        ------
+        UsageError
+            The device has no rate for the dtype.
+
+        Notes
+        -----
+        Source: Williams, Waterman, Patterson: Roofline, CACM 52(4), 2009.
         """
         compute = -(-flops * _GIGA // self.peak(dtype)) if flops else 0
         memory = -(-num_bytes * _GIGA // self.bytes_per_second)
@@ -126,7 +158,13 @@ DEVICES: Mapping[str, Device] = {
 
 
 def device_named(name: str) -> Device:
-    """A device of the table, any letter case. Raises `UsageError` listing the names."""
+    """Return a device of `DEVICES` by its name, in any letter case.
+
+    Raises
+    ------
+    UsageError
+        No device has that name; the message lists the names.
+    """
     for known, device in DEVICES.items():
         if known.lower() == name.lower():
             return device

@@ -1,21 +1,21 @@
-"""The event graph: one structure for the deadlock proof, the predicted times and the watchdog's chain.
+"""The event graph of an order: it proves that the step ends, predicts its times and names chains of waits.
 
-Nodes are the actions of every rank, in order, and one transfer per message. An edge a -> b with
-weight w says: b starts at least w ns after a started. A message's transfer starts when both its
-send and its receive are posted and the message before it on the channel has left; a channel is a
-directed pair of ranks, first in, first out.
+Nodes are the actions of every rank, in order, and one transfer per message. An edge a -> b with weight w
+says: b starts at least w ns after a started. A message's transfer starts when both its send and its receive
+are posted and the message before it on the channel has left. A channel is a directed pair of ranks, first in,
+first out.
 
-What a rank does at a communication action depends on the problem's transport:
+What a rank does at a communication action depends on the problem's send mode:
 
-    async       sends and receives are posted and the rank goes on; with S send slots, posting
-                the k-th send of a channel waits until the (k-S)-th has arrived
+    async       the rank posts sends and receives and goes on; with S send slots, posting the k-th send of a
+                channel waits until the (k-S)-th has arrived
     rendezvous  a send holds its rank until the message has arrived; receives are only posted
-    batched     the run of communication actions between two compute actions is one exchange:
-                all are posted together and all must finish before the rank goes on (which receives
-                join which exchange is `zbcompile.schedule.communication`'s choice)
+    batched     the communication actions between two compute actions are one exchange: all are posted
+                together and all must finish before the rank goes on (`zbcompile.schedule.communication`
+                chooses which receives join which exchange)
 
-The step ends on every timing if and only if this graph has no cycle: ranks do not branch and no
-receive has a choice of messages. Its longest path is the time of the step.
+The step ends on every timing if and only if this graph has no cycle: ranks do not branch and no receive has a
+choice of messages. Its longest path is the time of the step.
 """
 
 from __future__ import annotations
@@ -26,21 +26,29 @@ from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
 
-from zbcompile.errors import CheckError
+from zbcompile.errors import CheckError, UsageError
 from zbcompile.schedule.ir import Action, Kind, Schedule
-from zbcompile.schedule.messages import Message, messages_of
+from zbcompile.schedule.messages import Message
 from zbcompile.schedule.positions import Key, Positions
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.rules import Rules, durations, predecessors
 
-__all__ = ["EventGraph", "Message", "describe_wait", "messages_of"]
+__all__ = ["EventGraph", "describe_wait"]
 
 
 class _Route(NamedTuple):
     """What the messages of one kind between two stages have in common.
 
-    busy : ns that one keeps its channel: its size over the bandwidth, without the latency.
-    receives : microbatch -> number of the receive.
+    Attributes
+    ----------
+    channel
+        (source rank, target rank).
+    lag
+        Travel time of one message in ns.
+    busy
+        Time that one message occupies its channel in ns: its size over the bandwidth, without the latency.
+    receives
+        Microbatch -> number of the receive.
     """
 
     channel: tuple[int, int]
@@ -50,10 +58,17 @@ class _Route(NamedTuple):
 
 
 class _Need(NamedTuple):
-    """One thing that the actions of one kind and stage wait for, all by microbatch.
+    """One value that the actions of one kind and stage wait for. All maps are by microbatch.
 
-    producers : numbers of the actions of ``kind`` and ``stage`` that make it, or of their fused BW's.
-    sends, receives : of the messages that bring it; empty and None where it needs no message.
+    Attributes
+    ----------
+    producers
+        Numbers of the actions of ``kind`` and ``stage`` that make the value, or of their fused BW's.
+    lag
+        Travel time in ns that no transfer accounts for.
+    sends, receives
+        Numbers of the sends and receives of the messages that bring the value; None and empty where it needs
+        no message.
     """
 
     producers: Mapping[int, int]
@@ -65,25 +80,57 @@ class _Need(NamedTuple):
 
 
 class EventGraph:
-    """Build with `EventGraph.of`. Nodes are integers: actions as `Positions` numbers them, then transfers.
+    """The event graph of an order. Nodes are integers: actions as `Positions` numbers them, then transfers.
 
-    duration : of every node, in ns. successors : of every node, as (node, weight in ns).
-    transfer_of : the transfer of every send and receive; -1 for compute actions.
-    carried : the send of every transfer.
-    whole : with the edges that a rank's order implies; without them times and cycles are the same.
+    Parameters
+    ----------
+    schedule
+        The order. Under ``async`` it may be compute-only: then messages leave at once and no receive needs to
+        be posted. Under the other send modes it must contain its sends and receives
+        (`zbcompile.schedule.communication.lowered`).
+    problem
+        Costs, links and send mode.
+    send_slots
+        Sends of a channel that may be on their way at once; None for any number.
+    one_communicator
+        A rank's transfers form one queue: each starts when the one before it, sent or received, is done (NCCL
+        with a single communicator).
+    implied_edges
+        Also add data edges that a rank's order already implies. Times and cycles are the same without them.
+
+    Attributes
+    ----------
+    node_of
+        Per rank, the nodes of its actions.
+    duration
+        Of every node, in ns.
+    successors
+        Of every node, as (node, weight in ns).
+    transfer_of
+        The transfer of every send and receive; -1 for compute actions.
+    carried
+        The send of every transfer.
+
+    Raises
+    ------
+    CheckError
+        An action that another one needs is missing, an action occurs twice, or the profile has no edge for a
+        message.
+    UsageError
+        The send mode needs sends and receives in the order, and there are none.
     """
 
     def __init__(
         self,
         schedule: Schedule,
         problem: Problem,
-        send_slots: int | None,
+        send_slots: int | None = None,
         one_communicator: bool = False,
         *,
-        whole: bool = False,
+        implied_edges: bool = False,
     ) -> None:
         self.schedule, self.problem, self.send_slots = schedule, problem, send_slots
-        self.one_communicator, self.whole = one_communicator, whole
+        self.one_communicator, self.implied_edges = one_communicator, implied_edges
         self.positions = Positions(schedule)
         base = self.positions.base
         self.node_of = [range(first, end) for first, end in zip(base, base[1:], strict=False)]
@@ -101,33 +148,13 @@ class EventGraph:
         self._add_order()
         self._add_data()
 
-    @staticmethod
-    def of(
-        schedule: Schedule,
-        problem: Problem,
-        send_slots: int | None = None,
-        one_communicator: bool = False,
-    ) -> EventGraph:
-        """The graph of a schedule; a compute-only one is first lowered to the problem's transport.
-
-        Under ``async`` a compute-only schedule needs no lowering: its sends leave at once and its
-        receives wait for nobody. With ``one_communicator`` a rank's transfers form one queue: each starts
-        when the one before it, sent or received, is done (NCCL with a single communicator).
-        Raises `CheckError` when an action that another needs is missing.
-        """
-        if problem.transport != "async" and not schedule.has_communication:
-            from zbcompile.schedule.communication import insert_communication
-
-            schedule = insert_communication(schedule, problem)
-        return EventGraph(schedule, problem, send_slots, one_communicator)
-
     def _durations(self) -> list[int]:
-        places = self.positions
-        for rank, k, action in () if places.all_once else self.schedule.actions():
-            if places.number(action) != places.base[rank] + k:
+        positions = self.positions
+        for rank, k, action in () if positions.all_once else self.schedule.actions():
+            if positions.number(action) != positions.base[rank] + k:
                 raise CheckError(f"{action} appears twice", where=f"rank {rank}", fix="keep one of them")
-        times, result = durations(self.problem), [0] * places.base[-1]
-        for (kind, stage, _), nodes in places.rows.items():
+        times, result = durations(self.problem), [0] * positions.base[-1]
+        for (kind, stage, _), nodes in positions.rows.items():
             if kind.is_compute:
                 length = times[kind][stage]
                 for node in nodes.values():
@@ -188,13 +215,19 @@ class EventGraph:
                 self._edge(before, after, self.duration[before])
 
     def transfers(self) -> list[Message]:
-        """All messages by planned start of their transfer; of two at once the one that others need first."""
+        """Return all messages by planned start of their transfer, ties in topological order.
+
+        Raises
+        ------
+        CheckError
+            The graph has a cycle.
+        """
         order, early = self._order(), self.earliest()
         if early is None:
             raise CheckError("deadlock: " + describe_wait(self))
-        place = {node: k for k, node in enumerate(order)}
+        index = {node: k for k, node in enumerate(order)}
         actions = len(self.transfer_of)
-        nodes = sorted(range(actions, len(early)), key=lambda node: (early[node], place[node]))
+        nodes = sorted(range(actions, len(early)), key=lambda node: (early[node], index[node]))
         return [Message.of(self.carried[node - actions]) for node in nodes]
 
     def _add_order(self) -> None:
@@ -205,7 +238,7 @@ class EventGraph:
             self._add_holds()
 
     def _add_holds(self) -> None:
-        """A rank goes on when its last send has arrived (rendezvous), or all of its exchange (batched)."""
+        """Hold a rank until its last send has arrived (rendezvous), or all of its exchange (batched)."""
         rendezvous = self.problem.transport == "rendezvous"
         for nodes, row in zip(self.node_of, self.schedule.order, strict=True):
             pending: list[int] = []
@@ -218,12 +251,12 @@ class EventGraph:
                     pending.append(self.transfer_of[node])
 
     def _add_data(self) -> None:
-        """What actions wait for by the rules, but for what their rank's order has them wait for anyway."""
+        """Add what actions wait for by the rules, without edges that their rank's order implies."""
         rules = Rules.of(self.problem)
         needs: dict[Key, list[_Need]] = {}
         successors, duration = self.successors, self.duration
         for nodes, row in zip(self.node_of, self.schedule.order, strict=True):
-            first = len(duration) if self.whole else nodes.start
+            first = len(duration) if self.implied_edges else nodes.start
             for node, action in zip(nodes, row, strict=True):
                 key, microbatch = (action.kind, action.stage, action.peer), action.microbatch
                 if key not in needs:
@@ -246,35 +279,43 @@ class EventGraph:
                         successors[receive].append((node, 0))
 
     def _needs(self, action: Action, rules: Rules) -> Iterator[_Need]:
-        """What an action and all others of its kind and stage wait for, by the rules of `zbcompile.schedule.rules`."""
-        places, kind, stage, rank_of = (
-            self.positions,
-            action.kind,
-            action.stage,
-            self.problem.placement.rank_of,
-        )
+        """Yield what the actions of this one's kind and stage wait for by `zbcompile.schedule.rules`."""
+        positions, rank_of = self.positions, self.problem.placement.rank_of
+        kind, stage = action.kind, action.stage
         if kind.is_recv:
             return
-        if kind.is_send:
-            made = Kind.FORWARD if kind is Kind.SEND_F else Kind.BACKWARD_INPUT
-            yield _Need(
-                places.of(made, stage) if made is Kind.FORWARD else places.gradients(stage), made, stage
-            )
+        if kind is Kind.SEND_F:
+            yield _Need(positions.of(Kind.FORWARD, stage), Kind.FORWARD, stage)
+            return
+        if kind is Kind.SEND_B:
+            yield _Need(positions.gradients(stage), Kind.BACKWARD_INPUT, stage)
             return
         for before, lag in predecessors(action, rules, frozenset()):
             handed_on = before.kind is Kind.BACKWARD_INPUT and kind is not Kind.BACKWARD_WEIGHT
-            made_by = places.gradients(before.stage) if handed_on else places.of(before.kind, before.stage)
-            if not self._explicit or rank_of[before.stage] == rank_of[stage]:
+            made_by = (
+                positions.gradients(before.stage) if handed_on else positions.of(before.kind, before.stage)
+            )
+            if rank_of[before.stage] == rank_of[stage]:
+                yield _Need(made_by, before.kind, before.stage, lag)
+                continue
+            if not self._explicit:
+                if self.problem.transport != "async":
+                    raise UsageError(
+                        "an order without sends and receives has no times under this send mode",
+                        needed="async",
+                        given=self.problem.transport,
+                        fix="put them in with zbcompile.schedule.communication.lowered",
+                    )
                 yield _Need(made_by, before.kind, before.stage, lag)
                 continue
             message = Message(kind is not Kind.FORWARD, before.stage, stage, 0)
-            sends, receives = (places.of(a.kind, a.stage, a.peer) for a in (message.send, message.recv))
+            sends, receives = (positions.of(a.kind, a.stage, a.peer) for a in (message.send, message.recv))
             yield _Need(made_by, before.kind, before.stage, 0, sends, receives)
 
     def _order(self) -> list[int]:
-        """Topological order, made once; shorter than the number of nodes when there is a cycle.
+        """Return the nodes in topological order; fewer than there are when the graph has a cycle.
 
-        The same walk finds the longest path to every node: its earliest start.
+        The order is computed once. The same walk finds the longest path to every node: its earliest start.
         """
         if self._sorted:
             return self._sorted
@@ -295,11 +336,17 @@ class EventGraph:
         return order
 
     def earliest(self) -> list[int] | None:
-        """Earliest start of every node in ns, or None when the graph has a cycle."""
+        """Return the earliest start of every node in ns, or None when the graph has a cycle."""
         return self._start if len(self._order()) == len(self.duration) else None
 
     def latest_first_starts(self, early: list[int]) -> list[int]:
-        """Per rank: the latest start of its first compute action with every rank's end kept."""
+        """Return per rank the latest start in ns of its first compute action, with every rank's end kept.
+
+        Parameters
+        ----------
+        early
+            What `earliest` returned.
+        """
         late: list[int | None] = [None] * len(early)
         firsts: list[int | None] = []
         for nodes in self.node_of:
@@ -317,13 +364,13 @@ class EventGraph:
         return [0 if n is None else (late[n] or 0) for n in firsts]
 
     def times(self, rank: int, start: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Starts and ends of a rank's actions: of the transfer for a send or receive."""
+        """Return starts and ends of a rank's actions in ns; a send or receive has those of its transfer."""
         shown = [max(node, self.transfer_of[node]) for node in self.node_of[rank]]
         starts = tuple([start[node] for node in shown])
         return starts, tuple([start[node] + self.duration[node] for node in shown])
 
     def label(self, node: int) -> str:
-        """A node in words."""
+        """Name a node for people."""
         actions = len(self.transfer_of)
         if node >= actions:
             return str(Message.of(self.carried[node - actions]))
@@ -331,13 +378,15 @@ class EventGraph:
         return f"{self.schedule.order[rank][self.positions.position[node]]} on rank {rank}"
 
     def cycle(self) -> list[int]:
-        """Nodes of one cycle, each waiting for the next one; empty when there is none."""
+        """Return the nodes of one cycle, each waiting for the next one; empty when there is none."""
         done = set(self._order())
         if len(done) == len(self.duration):
             return []
-        whole = EventGraph(self.schedule, self.problem, self.send_slots, self.one_communicator, whole=True)
+        full = EventGraph(
+            self.schedule, self.problem, self.send_slots, self.one_communicator, implied_edges=True
+        )
         waits_for: dict[int, int] = {}
-        for node, edges in enumerate(whole.successors):
+        for node, edges in enumerate(full.successors):
             if node not in done:
                 for after, _ in edges:
                     if after not in done:
@@ -356,7 +405,7 @@ def _missing(action: Action, needed_by: Action | Message) -> CheckError:
 
 
 def describe_wait(graph: EventGraph, limit: int = 12) -> str:
-    """Who waits for whom, along one cycle of a graph that has one."""
+    """Say who waits for whom along one cycle, naming at most ``limit`` nodes; "no cycle" if there is none."""
     nodes = graph.cycle()
     words = [graph.label(n) for n in nodes[:limit]]
     if len(nodes) > limit:

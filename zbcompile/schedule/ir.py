@@ -1,6 +1,7 @@
-"""The IR: kinds, actions, placements and schedules. An order of actions per rank and nothing else.
+"""The IR: kinds, actions, placements and schedules. A schedule is an order of actions per rank, nothing else.
 
-Times are never stored: `zbcompile.schedule.simulate` derives them, so that one order replays under any costs.
+A schedule stores no times: `zbcompile.schedule.simulate` derives them, so that one order replays under any
+costs.
 
 Text form of an action, which round-trips through `Action.parse`::
 
@@ -23,11 +24,23 @@ from zbcompile.errors import FormatError, UsageError
 __all__ = ["MAX_COUNT", "Action", "Kind", "Placement", "Schedule"]
 
 MAX_COUNT = 1 << 20
-"""Largest number of stages, ranks or microbatches that is read from a file."""
+"""Largest number of stages, ranks or microbatches that a file may state."""
 
 
 class Kind(enum.Enum):
-    """What an action does. Values are the names that files carry; `letter` is for the screen."""
+    """What an action does. The values are the names that files carry.
+
+    Attributes
+    ----------
+    letter
+        The short form on the screen and in the text form: F, B, W, BW, SF, RF, SB, RB.
+    is_compute
+        True for F, B, W and BW.
+    is_send
+        True for a send of an activation or of a gradient.
+    is_recv
+        True for a receive of an activation or of a gradient.
+    """
 
     FORWARD = "forward"
     BACKWARD_INPUT = "backward_input"
@@ -40,31 +53,37 @@ class Kind(enum.Enum):
 
     letter: str
     is_compute: bool
-    """True for F, B, W and BW."""
     is_send: bool
-    """True for a send of an activation or of a gradient."""
     is_recv: bool
-    """True for a receive of an activation or of a gradient."""
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash is slow Python code
 
 
 for _kind, _letter in zip(Kind, ("F", "B", "W", "BW", "SF", "RF", "SB", "RB"), strict=True):
     _kind.letter = _letter
-    _kind.is_compute = not _letter.startswith(("S", "R"))
-    _kind.is_send = _letter.startswith("S")
-    _kind.is_recv = _letter.startswith("R")
+    _kind.is_send = _kind in (Kind.SEND_F, Kind.SEND_B)
+    _kind.is_recv = _kind in (Kind.RECV_F, Kind.RECV_B)
+    _kind.is_compute = not (_kind.is_send or _kind.is_recv)
 _BY_LETTER = {kind.letter: kind for kind in Kind}
 _ACTION_TEXT = re.compile(r"(\d{1,7})(BW|SF|RF|SB|RB|F|B|W)(\d{1,7})(?:([<>])(\d{1,7}))?")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does for one (stage, microbatch).
+    """One thing that a rank does for one stage and one microbatch.
 
-    ``peer`` is the other stage of a send or receive and ``None`` for compute. A send is where the
-    message is handed to the transport, a receive where its buffer is posted; the rank waits for
-    the message only at the compute action that uses it.
+    At a send the rank hands the message to the channel; at a receive it posts the buffer. The rank waits for
+    a received message only at the compute action that uses it.
+
+    Attributes
+    ----------
+    peer
+        The other stage of a send or receive; None for compute.
+
+    Raises
+    ------
+    UsageError
+        A compute action with a peer, or a send or receive without one.
     """
 
     kind: Kind
@@ -85,7 +104,13 @@ class Action:
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Read the text form. Raises `FormatError` naming the text."""
+        """Read the text form.
+
+        Raises
+        ------
+        FormatError
+            The text is not an action; the message quotes its first 40 characters.
+        """
         match = _ACTION_TEXT.fullmatch(text)
         if match is None:
             raise FormatError(
@@ -105,7 +130,18 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which rank runs which stage: ``rank_of[stage]``. Every rank holds at least one stage."""
+    """Which rank runs which stage.
+
+    Attributes
+    ----------
+    rank_of
+        The rank of every stage.
+
+    Raises
+    ------
+    UsageError
+        The placement has no stage, or some rank between 0 and the highest has none.
+    """
 
     rank_of: tuple[int, ...]
 
@@ -122,25 +158,46 @@ class Placement:
 
     @staticmethod
     def linear(num_ranks: int) -> Placement:
-        """One stage per rank, in order."""
+        """Place one stage on each rank, in order."""
         return Placement(tuple(range(num_ranks)))
 
     @staticmethod
     def looped(num_ranks: int, stages_per_rank: int = 2) -> Placement:
-        """Stage s on rank s mod p (Megatron's interleaving, arXiv 2104.04473, section 2.2)."""
+        """Place stage s on rank s mod p.
+
+        Notes
+        -----
+        Source: Megatron's interleaving, arXiv 2104.04473, section 2.2.
+        """
         return Placement(tuple(range(num_ranks)) * stages_per_rank)
 
     @staticmethod
     def v(num_ranks: int, stages_per_rank: int = 2) -> Placement:
-        """Down and back up again: 0 1 .. p-1 p-1 .. 1 0 (arXiv 2405.15362, section 3)."""
+        """Place the stages down the ranks and back up again: 0 1 .. p-1 p-1 .. 1 0.
+
+        Notes
+        -----
+        Source: arXiv 2405.15362, section 3.
+        """
         down = tuple(range(num_ranks))
         return Placement(
-            tuple(r for turn in range(stages_per_rank) for r in (down if turn % 2 == 0 else down[::-1]))
+            tuple(r for leg in range(stages_per_rank) for r in (down if leg % 2 == 0 else down[::-1]))
         )
 
     @staticmethod
     def named(name: str, num_ranks: int, stages_per_rank: int = 1) -> Placement:
-        """`linear`, `looped` or `v` by name."""
+        """Build a placement by its name.
+
+        Parameters
+        ----------
+        name
+            ``linear`` (with one stage per rank only), ``looped`` or ``v``.
+
+        Raises
+        ------
+        UsageError
+            The name is unknown, or ``linear`` with several stages per rank.
+        """
         if name == "linear" and stages_per_rank == 1:
             return Placement.linear(num_ranks)
         if name == "looped":
@@ -163,12 +220,12 @@ class Placement:
         return max(self.rank_of) + 1
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """Stages on a rank, in increasing order."""
+        """Return the stages of a rank, in increasing order."""
         return tuple(s for s, r in enumerate(self.rank_of) if r == rank)
 
     @property
     def name(self) -> str:
-        """`linear`, `looped`, `v` or `map`."""
+        """``linear``, ``looped`` or ``v`` where the placement is one of these, else ``map``."""
         p, n = self.num_ranks, self.num_stages
         if n % p == 0:
             if self == Placement.looped(p, n // p):
@@ -180,7 +237,13 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """An order of actions for every rank. ``order[rank]`` is what the rank does, first to last."""
+    """An order of actions for every rank.
+
+    Attributes
+    ----------
+    order
+        Per rank, its actions from first to last.
+    """
 
     placement: Placement
     num_microbatches: int
@@ -188,7 +251,7 @@ class Schedule:
 
     @staticmethod
     def of(placement: Placement, num_microbatches: int, order: Sequence[Iterable[Action]]) -> Schedule:
-        """Build from any sequences."""
+        """Build a schedule from any sequences of actions."""
         return Schedule(placement, num_microbatches, tuple(tuple(row) for row in order))
 
     @property
@@ -202,13 +265,13 @@ class Schedule:
         return self.placement.num_stages
 
     def actions(self) -> Iterator[tuple[int, int, Action]]:
-        """All actions as (rank, position, action)."""
+        """Yield all actions as (rank, position, action)."""
         for rank, row in enumerate(self.order):
             for position, action in enumerate(row):
                 yield rank, position, action
 
     def compute_only(self) -> Schedule:
-        """The same order without sends and receives."""
+        """Return the same order without sends and receives."""
         return Schedule.of(
             self.placement,
             self.num_microbatches,
@@ -217,7 +280,7 @@ class Schedule:
 
     @property
     def has_communication(self) -> bool:
-        """True once `insert_comm` has run."""
+        """Whether the order contains a send or a receive."""
         return any(not a.kind.is_compute for row in self.order for a in row)
 
     def __str__(self) -> str:
@@ -227,7 +290,13 @@ class Schedule:
 
     @staticmethod
     def parse(text: str) -> Schedule:
-        """Read what ``str(schedule)`` wrote. Raises `FormatError` with the line number."""
+        """Read what ``str(schedule)`` wrote.
+
+        Raises
+        ------
+        FormatError
+            The text is not a schedule; the message names the line.
+        """
         lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
         if len(lines) < 3 or not lines[0][1].startswith("placement "):
             raise FormatError("not a schedule text: expected 'placement', 'microbatches' and 'rank' lines")

@@ -1,4 +1,4 @@
-"""The messages of a step: an activation or a gradient of one microbatch, from one rank to another."""
+"""The messages of a step. Each carries an activation or a gradient of one microbatch to another rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ __all__ = ["Message", "messages_of"]
 
 
 class Message(NamedTuple):
-    """One message of a step: an activation (``backward`` False) or its gradient, between two ranks."""
+    """One message of a step.
+
+    Attributes
+    ----------
+    backward
+        False for an activation, True for its gradient.
+    source, target
+        Stages that send and receive it. Of an activation the source is the earlier stage, of a gradient the
+        later one.
+    """
 
     backward: bool
     source: int
@@ -34,7 +43,7 @@ class Message(NamedTuple):
 
     @staticmethod
     def of(action: Action) -> Message:
-        """The message of a send or receive."""
+        """Return the message that a send or receive belongs to."""
         backward = action.kind in (Kind.SEND_B, Kind.RECV_B)
         assert action.peer is not None
         if action.kind.is_send:
@@ -47,7 +56,7 @@ class Message(NamedTuple):
 
 
 def messages_of(problem: Problem) -> Iterator[tuple[Edge, Message]]:
-    """Every message that a step needs between different ranks."""
+    """Yield every message that a step needs between different ranks, with the edge that it travels along."""
     rank_of = problem.placement.rank_of
     for edge in problem.profile.edges:
         if rank_of[edge.source] == rank_of[edge.target]:

@@ -1,7 +1,7 @@
-"""Where every action of a schedule stands, as one number: judging, lowering and timing look it up here.
+"""The position of every action of a schedule, as one number. The judge, lowering and the event graph use it.
 
-Actions are numbered rank by rank, first to last. Microbatches are the innermost index, so that whatever
-holds for a kind and a stage is found out once and not for every action.
+Actions are numbered rank by rank, first to last. Microbatches are the innermost index, so that callers look
+up once what holds for a kind and a stage, and not for every action.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zbcompile.schedule.ir import Action, Kind, Schedule
 __all__ = ["Key", "Positions"]
 
 Key = tuple[Kind, int, int | None]
-"""All of an action but its microbatch: kind, stage, peer stage."""
+"""An action without its microbatch: kind, stage, peer stage."""
 
 _NONE: Mapping[int, int] = MappingProxyType({})
 
@@ -22,8 +22,14 @@ _NONE: Mapping[int, int] = MappingProxyType({})
 class Positions:
     """Numbers of a schedule's actions.
 
-    base : the number of each rank's first action, then the count of all. position : of every number on its
-    rank. rows : per `Key`, microbatch -> number; of an action that stands twice, the number of the first.
+    Attributes
+    ----------
+    base
+        The number of each rank's first action, then the count of all actions.
+    position
+        Per number, the position of the action on its rank.
+    rows
+        Per `Key`, microbatch -> number. For an action that occurs twice, the number of the first.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -41,19 +47,19 @@ class Positions:
             self.base.append(number)
 
     def of(self, kind: Kind, stage: int, peer: int | None = None) -> Mapping[int, int]:
-        """Microbatch -> number; empty when there is no such action."""
+        """Return microbatch -> number of one kind, stage and peer; empty when there is no such action."""
         return self.rows.get((kind, stage, peer), _NONE)
 
     def gradients(self, stage: int) -> Mapping[int, int]:
-        """Microbatch -> number of the BW, or else the B, that hands a stage's gradient on."""
+        """Return microbatch -> number of the action that makes a stage's gradient: the BW, or else the B."""
         fused, split = self.of(Kind.FULL_BACKWARD, stage), self.of(Kind.BACKWARD_INPUT, stage)
         return {**split, **fused} if fused else split
 
     def number(self, action: Action) -> int | None:
-        """The number of an action; None when it is missing."""
+        """Return the number of an action, or None when it is missing."""
         return self.of(action.kind, action.stage, action.peer).get(action.microbatch)
 
     @property
     def all_once(self) -> bool:
-        """Whether no action stands twice."""
+        """Whether no action occurs twice."""
         return sum(map(len, self.rows.values())) == self.base[-1]

@@ -1,37 +1,84 @@
-"""A Problem: everything that decides what an order is worth."""
+"""The planning problem: everything that decides what an order is worth."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal, TypedDict, TypeVar, Unpack
 
 from zbcompile.errors import UsageError
 from zbcompile.schedule.costs import Edge, Profile
 from zbcompile.schedule.ir import MAX_COUNT, Placement
 
-__all__ = ["OBJECTIVES", "TRANSPORTS", "Problem"]
+__all__ = ["OBJECTIVES", "TRANSPORTS", "Objective", "Problem", "SendMode"]
 
-OBJECTIVES = ("span", "makespan")
-TRANSPORTS = ("async", "rendezvous", "batched")
+Objective = Literal["span", "makespan"]
+"""What to make short: max over ranks of (last end - first start), or first start to last end of all ranks."""
+
+SendMode = Literal["async", "rendezvous", "batched"]
+"""What a send does to its rank; see `Problem`."""
+
+OBJECTIVES: tuple[Objective, ...] = ("span", "makespan")
+TRANSPORTS: tuple[SendMode, ...] = ("async", "rendezvous", "batched")
+Choice = TypeVar("Choice", bound=str)
+
+
+class _Changes(TypedDict, total=False):
+    """The fields of a `Problem`."""
+
+    profile: Profile
+    placement: Placement
+    num_microbatches: int
+    caps: tuple[int | None, ...]
+    objective: Objective
+    transport: SendMode
+
+
+def _chosen(name: str, given: str, choices: Sequence[Choice]) -> Choice:
+    for choice in choices:
+        if given == choice:
+            return choice
+    raise UsageError(f"unknown {name} {given!r}", needed=" or ".join(choices))
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Profile + placement + microbatches + caps + objective + transport.
+    """Profile, placement, microbatches, memory caps, objective and send mode.
 
-    caps : bytes per rank, ``None`` for no limit; static bytes of the rank's stages count.
-    objective : ``span`` (max over ranks of last end - first start) or ``makespan``.
-    transport : how sends behave. ``async``: a send never holds up its rank. ``rendezvous``: the
-        rank waits at its next send until the one before it is received. ``batched``: a send is
-        exchanged together with the next receive, in the same blocking call.
+    Attributes
+    ----------
+    profile
+        Costs of the stages and links.
+    placement
+        The rank of every stage.
+    num_microbatches
+        Microbatches of a step.
+    caps
+        Bytes per rank, None for no limit. The static bytes of the rank's stages count.
+    objective
+        ``span`` (max over ranks of last end - first start) or ``makespan`` (first start to last end over all
+        ranks).
+    transport
+        The send mode. ``async``: a send never holds up its rank. ``rendezvous``: the rank waits at its next
+        send until the one before it is received. ``batched``: a send is exchanged together with the next
+        receive, in the same blocking call.
+
+    Raises
+    ------
+    UsageError
+        The parts do not fit together, or one of them is out of range or unknown.
+
+    Notes
+    -----
+    Source of the span: arXiv 2401.10241, section 2.2.
     """
 
     profile: Profile
     placement: Placement
     num_microbatches: int
     caps: tuple[int | None, ...] = ()
-    objective: str = "span"
-    transport: str = "async"
+    objective: Objective = "span"
+    transport: SendMode = "async"
 
     def __post_init__(self) -> None:
         stages, ranks = self.placement.num_stages, self.placement.num_ranks
@@ -50,10 +97,8 @@ class Problem:
         for rank, cap in enumerate(self.caps):
             if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or cap < 0):
                 raise UsageError("a cap is a whole number of bytes", where=f"rank {rank}", given=cap)
-        if self.objective not in OBJECTIVES:
-            raise UsageError(f"unknown objective {self.objective!r}", needed=" or ".join(OBJECTIVES))
-        if self.transport not in TRANSPORTS:
-            raise UsageError(f"unknown transport {self.transport!r}", needed=" or ".join(TRANSPORTS))
+        _chosen("objective", self.objective, OBJECTIVES)
+        _chosen("transport", self.transport, TRANSPORTS)
 
     @staticmethod
     def of(
@@ -64,15 +109,37 @@ class Problem:
         objective: str = "span",
         transport: str = "async",
     ) -> Problem:
-        """Build with the usual defaults: linear placement, one cap for all ranks or none."""
+        """Build a problem with the usual defaults.
+
+        Parameters
+        ----------
+        placement
+            Linear if left out.
+        cap
+            Bytes: one cap for all ranks, one per rank, or None for no limit.
+        objective, transport
+            Any text; a name that is unknown is refused.
+
+        Raises
+        ------
+        UsageError
+            As for the class.
+        """
         placement = placement or Placement.linear(profile.num_stages)
         ranks = placement.num_ranks
         caps = (cap,) * ranks if cap is None or isinstance(cap, int) else tuple(cap)
-        return Problem(profile, placement, num_microbatches, caps, objective, transport)
+        return Problem(
+            profile,
+            placement,
+            num_microbatches,
+            caps,
+            _chosen("objective", objective, OBJECTIVES),
+            _chosen("transport", transport, TRANSPORTS),
+        )
 
-    def with_(self, **changes: object) -> Problem:
-        """A copy with some fields changed."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+    def with_(self, **changes: Unpack[_Changes]) -> Problem:
+        """Return a copy with some fields changed."""
+        return replace(self, **changes)
 
     @property
     def num_ranks(self) -> int:
@@ -85,22 +152,22 @@ class Problem:
         return self.placement.num_stages
 
     def static_bytes(self, rank: int) -> int:
-        """Bytes that the rank's stages hold all the time."""
+        """Return the bytes that the rank's stages hold all the time."""
         return sum(self.profile.stages[s].static_bytes for s in self.placement.stages_of(rank))
 
     def headroom(self, rank: int) -> int | None:
-        """Cap minus static bytes: what is left for activations (may be negative); None: no limit."""
+        """Return cap minus static bytes: bytes left for activations (may be negative). None: no limit."""
         cap = self.caps[rank]
         return None if cap is None else cap - self.static_bytes(rank)
 
     def work_ns(self, rank: int) -> int:
-        """Time of all F, B and W on a rank in one step, host overhead left out."""
+        """Return the time of all F, B and W on a rank in one step in ns, without host overhead."""
         return self.num_microbatches * sum(
             self.profile.stages[s].work_ns for s in self.placement.stages_of(rank)
         )
 
     def lag_ns(self, edge: Edge, *, backward: bool = False) -> int:
-        """Travel time of one message along an edge, from stage to stage."""
+        """Return the travel time in ns of one message along an edge; ``backward``: of its gradient."""
         source, target = self.placement.rank_of[edge.source], self.placement.rank_of[edge.target]
         if source == target:
             return 0

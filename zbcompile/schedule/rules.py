@@ -1,4 +1,4 @@
-"""The one set of dependency rules, as a networkx graph and as flat arrays for the inner loops.
+"""The dependency rules between actions, as flat arrays and as a networkx graph.
 
 For every edge s -> t of the profile and every microbatch i::
 
@@ -7,7 +7,7 @@ For every edge s -> t of the profile and every microbatch i::
     B(s, i)  waits for  F(s, i)
     W(s, i)  waits for  B(s, i)
 
-A fused BW stands for its B and its W and hands on its gradient when it ends.
+A fused BW stands for its B and its W, and its gradient is ready when it ends.
 """
 
 from __future__ import annotations
@@ -29,10 +29,14 @@ _F, _B, _W, _BW = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The rules of one problem, the same for every microbatch.
+    """The rules of one problem. They are the same for every microbatch.
 
-    forward_from[s] : (earlier stage, lag in ns) that F of stage s waits for.
-    backward_from[s] : (later stage, lag in ns) that B or BW of stage s waits for.
+    Attributes
+    ----------
+    forward_from
+        Per stage, the (earlier stage, lag in ns) that its F waits for.
+    backward_from
+        Per stage, the (later stage, lag in ns) that its B or BW waits for.
     """
 
     forward_from: tuple[tuple[tuple[int, int], ...], ...]
@@ -40,7 +44,7 @@ class Rules:
 
     @staticmethod
     def of(problem: Problem) -> Rules:
-        """Collect the rules from the profile's edges and the placement's links."""
+        """Collect the rules from the profile's edges and links."""
         forward: list[list[tuple[int, int]]] = [[] for _ in range(problem.num_stages)]
         backward: list[list[tuple[int, int]]] = [[] for _ in range(problem.num_stages)]
         for edge in problem.profile.edges:
@@ -51,7 +55,7 @@ class Rules:
 
 
 def durations(problem: Problem) -> dict[Kind, tuple[int, ...]]:
-    """Time of each compute kind per stage, host overhead included, in ns."""
+    """Return the time of each compute kind per stage in ns, host overhead included."""
     stages, extra = problem.profile.stages, problem.profile.overhead_ns
     return {
         _F: tuple(s.forward_ns + extra for s in stages),
@@ -64,9 +68,12 @@ def durations(problem: Problem) -> dict[Kind, tuple[int, ...]]:
 def predecessors(
     action: Action, rules: Rules, fused: frozenset[tuple[int, int]]
 ) -> Iterator[tuple[Action, int]]:
-    """What a compute action waits for, as (action, lag in ns).
+    """Yield what a compute action waits for, as (action, lag in ns).
 
-    ``fused`` holds the (stage, microbatch) pairs that the schedule runs as BW.
+    Parameters
+    ----------
+    fused
+        The (stage, microbatch) pairs that the schedule runs as BW.
     """
     stage, microbatch = action.stage, action.microbatch
     if action.kind is _F:
@@ -82,16 +89,23 @@ def predecessors(
 
 
 def fused_pairs(schedule: Schedule) -> frozenset[tuple[int, int]]:
-    """The (stage, microbatch) pairs that run as BW."""
+    """Return the (stage, microbatch) pairs that run as BW."""
     return frozenset((a.stage, a.microbatch) for row in schedule.order for a in row if a.kind is _BW)
 
 
 def to_networkx(schedule: Schedule, problem: Problem) -> networkx.DiGraph:
-    """The dependency graph of a compute order.
+    """Return the dependency graph of a compute order.
 
-    Nodes are actions with ``rank`` and ``duration_ns``; edges carry ``why`` (``order`` on a rank,
-    ``data`` from the rules) and ``lag_ns``. Independent of the flat arrays on purpose: the tests
-    compare the longest path here with `zbcompile.schedule.simulate`.
+    Returns
+    -------
+    networkx.DiGraph
+        Nodes are actions with ``rank`` and ``duration_ns``. Edges have ``why`` (``order`` on a rank,
+        ``data`` from the rules) and ``lag_ns``.
+
+    Notes
+    -----
+    The graph does not use `zbcompile.schedule.event_graph`, on purpose: the tests compare its longest path
+    with the times of `zbcompile.schedule.simulate`.
     """
     import networkx as nx
 

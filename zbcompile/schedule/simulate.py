@@ -1,8 +1,8 @@
-"""The clock: an order and a problem in, times and memory out. No other code computes either.
+"""The simulator: it takes an order and a problem and gives times and memory.
 
-Span of an order (arXiv 2401.10241, section 2.2): first every action as early as possible, then,
-with each rank's end fixed, every first action as late as possible; the span is the longest
-distance that remains. Earliest times alone would overstate it.
+Span of an order (arXiv 2401.10241, section 2.2): first every action starts as early as possible; then, with
+each rank's end fixed, every rank's first action starts as late as possible. The span is the longest distance
+that remains. Earliest times alone would overstate it.
 """
 
 from __future__ import annotations
@@ -12,22 +12,31 @@ from functools import cached_property
 from itertools import accumulate
 
 from zbcompile.errors import CheckError
+from zbcompile.schedule.communication import lowered
 from zbcompile.schedule.event_graph import EventGraph, describe_wait
-from zbcompile.schedule.ir import Action, Kind, Schedule
-from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.ir import Kind, Schedule
+from zbcompile.schedule.problem import Objective, Problem
 
 __all__ = ["Timeline", "memory_after", "memory_peaks", "simulate", "timeline_of"]
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything happens, in ns from the first start, and what it holds, in bytes.
+    """When every action happens and how much memory the ranks hold.
 
-    start, end : per rank and position in ``schedule.order``. Communication actions have the times
-        of the transfer; compute actions the times on the rank.
-    latest_start : per rank, how late its first action may start with all ends kept.
-    memory : per rank and position, bytes held right after the action began (F) or ended (others),
-        static bytes included.
+    Attributes
+    ----------
+    schedule, problem
+        The order that was timed, and under what costs. A compute-only order that the send mode has lowered
+        is the lowered one here.
+    start, end
+        Per rank and position in ``schedule.order``, in ns from the first start. Communication actions have
+        the times of the transfer; compute actions have the times on the rank.
+    latest_start
+        Per rank, how late its first action may start with all ends kept, in ns.
+    memory
+        Per rank and position, bytes held right after the action began (F) or ended (others), static bytes
+        included.
     """
 
     schedule: Schedule
@@ -39,7 +48,7 @@ class Timeline:
 
     @cached_property
     def rank_end(self) -> tuple[int, ...]:
-        """End of each rank's last compute action."""
+        """End of each rank's last compute action, in ns."""
         return tuple(
             max((e for a, e in zip(row, ends, strict=True) if a.kind.is_compute), default=0)
             for row, ends in zip(self.schedule.order, self.end, strict=True)
@@ -47,7 +56,7 @@ class Timeline:
 
     @cached_property
     def rank_span(self) -> tuple[int, ...]:
-        """Per rank: end of the last action minus the latest start of the first."""
+        """Per rank, the end of the last action minus the latest start of the first, in ns."""
         return tuple(e - s for e, s in zip(self.rank_end, self.latest_start, strict=True))
 
     @property
@@ -63,11 +72,15 @@ class Timeline:
     @property
     def value_ns(self) -> int:
         """Span or makespan, as the problem's objective says."""
-        return self.span_ns if self.problem.objective == "span" else self.makespan_ns
+        return self.length_ns(self.problem.objective)
+
+    def length_ns(self, objective: Objective) -> int:
+        """Return the span or the makespan."""
+        return self.span_ns if objective == "span" else self.makespan_ns
 
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Highest memory per rank."""
+        """Highest memory per rank, in bytes."""
         return tuple(
             max(row, default=self.problem.static_bytes(rank)) for rank, row in enumerate(self.memory)
         )
@@ -81,19 +94,27 @@ class Timeline:
         )
 
     def busy_ns(self, rank: int) -> int:
-        """Time of the rank's compute actions."""
+        """Return the time of the rank's compute actions."""
         return self._busy[rank]
 
-    def bubble(self, objective: str | None = None) -> float:
-        """1 - (work of the busiest rank) / (span or makespan)."""
-        whole = self.span_ns if (objective or self.problem.objective) == "span" else self.makespan_ns
+    def bubble(self, objective: Objective | None = None) -> float:
+        """Return 1 - (work of the busiest rank) / (span or makespan).
+
+        Parameters
+        ----------
+        objective
+            Which of the two; the problem's objective if left out.
+        """
+        whole = self.length_ns(objective or self.problem.objective)
         return 1.0 - max(self._busy) / whole if whole else 0.0
 
 
 def memory_after(schedule: Schedule, problem: Problem, rank: int) -> list[int]:
-    """Bytes held on a rank after each of its actions; M_B counts from the start of F.
+    """Return the bytes held on a rank after each of its actions, static bytes included.
 
-    A prefix sum over the order: +M_B at F, -M_B + M_W at B, -M_W at W, -M_B at BW.
+    Notes
+    -----
+    A prefix sum over the order: +M_B at the start of F, -M_B + M_W at B, -M_W at W, -M_B at BW.
     """
     change = {
         Kind.FORWARD: [s.saved_bytes for s in problem.profile.stages],
@@ -107,7 +128,7 @@ def memory_after(schedule: Schedule, problem: Problem, rank: int) -> list[int]:
 
 
 def memory_peaks(schedule: Schedule, problem: Problem) -> list[int]:
-    """Highest memory per rank, from the order alone."""
+    """Return the highest memory per rank in bytes, from the order alone."""
     return [
         max([problem.static_bytes(rank), *memory_after(schedule, problem, rank)])
         for rank in range(schedule.num_ranks)
@@ -115,17 +136,27 @@ def memory_peaks(schedule: Schedule, problem: Problem) -> list[int]:
 
 
 def simulate(schedule: Schedule, problem: Problem) -> Timeline:
-    """Times of an order under a problem's costs, links and transport.
+    """Return the times of an order under a problem's costs, links and send mode.
 
-    A compute-only schedule is timed with sends that leave as soon as they can (``async``); for the
-    other transports it is lowered first, and the timeline's schedule is the lowered one. Raises
-    `CheckError` with the chain of waits when no rank can go on.
+    Under ``async`` the messages of a compute-only order leave as soon as they can. Under the other send modes
+    such an order is lowered first, and the timeline's schedule is the lowered one.
+
+    Raises
+    ------
+    CheckError
+        An action is missing or occurs twice, or the order deadlocks; then the message is the chain of waits.
     """
-    return timeline_of(EventGraph.of(schedule, problem))
+    return timeline_of(EventGraph(lowered(schedule, problem), problem))
 
 
 def timeline_of(graph: EventGraph) -> Timeline:
-    """The times of a graph's schedule. Raises `CheckError` with the chain of waits when it has a cycle."""
+    """Return the times of an event graph's schedule.
+
+    Raises
+    ------
+    CheckError
+        The graph has a cycle; the message is the chain of waits.
+    """
     early = graph.earliest()
     if early is None:
         raise CheckError(
@@ -137,8 +168,3 @@ def timeline_of(graph: EventGraph) -> Timeline:
     memory = tuple(tuple(memory_after(schedule, problem, rank)) for rank in ranks)
     start, end = tuple(s for s, _ in times), tuple(e for _, e in times)
     return Timeline(schedule, problem, start, end, tuple(late), memory)
-
-
-def action_times(timeline: Timeline) -> dict[Action, tuple[int, int]]:
-    """(start, end) of every action."""
-    return {a: (timeline.start[r][k], timeline.end[r][k]) for r, k, a in timeline.schedule.actions()}

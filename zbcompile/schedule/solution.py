@@ -1,4 +1,4 @@
-"""What the planner returns: an order, the problem it solves, and a certificate of how good it is."""
+"""What the planner returns: an order, the problem that it solves, and a certificate of how good it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from zbcompile.errors import UsageError
 from zbcompile.schedule.ir import Schedule
-from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.problem import Objective, Problem
 
 __all__ = ["Certificate", "Solution"]
 
@@ -16,14 +16,26 @@ __all__ = ["Certificate", "Solution"]
 class Certificate:
     """How good an order is, and why: enough to check the claim by hand.
 
-    value_ns : span or makespan of the order, as `simulate` gives it.
-    bound_ns : no order of this problem is shorter.
-    method : what proved the bound: ``memory_window_bound``, ``enclosing_pair``, ``crossing``,
-        ``area``, ``work``, ``cp_sat``, ...
-    witness : the bound's evidence: plain JSON values (rank, windows, pair, terms of the sum).
+    Attributes
+    ----------
+    objective
+        What the two values are: span or makespan.
+    value_ns
+        Span or makespan of the order in ns, as `simulate` gives it.
+    bound_ns
+        Lower bound in ns: no order of this problem is shorter.
+    method
+        What proved the bound: ``work``, ``enclosing_pair``, ``crossing``, ``area``, ``cp_sat``, ...
+    witness
+        The evidence of the bound, as plain JSON values (rank, windows, pair, terms of the sum).
+
+    Raises
+    ------
+    UsageError
+        The bound exceeds the value, or is negative.
     """
 
-    objective: str
+    objective: Objective
     value_ns: int
     bound_ns: int
     method: str
@@ -39,7 +51,7 @@ class Certificate:
 
     @property
     def is_optimal(self) -> bool:
-        """True only when the value equals the bound."""
+        """Whether the value equals the bound."""
         return self.value_ns == self.bound_ns
 
     @property
@@ -60,9 +72,18 @@ class Certificate:
 class Solution:
     """An order for a problem, with its certificate.
 
-    problem : its profile already has one variant per stage fixed.
-    variants : which one, per stage (0: the stage itself).
-    origin : how the order was found (``classic ZB-H1``, ``greedy``, ``search``, ``cp_sat``, ``imported``).
+    Attributes
+    ----------
+    problem
+        What was solved. Its profile has one variant per stage fixed.
+    schedule
+        The order.
+    certificate
+        How good the order is.
+    variants
+        Which variant, per stage (0: the stage itself).
+    origin
+        How the order was found (``classic ZB-H1``, ``greedy``, ``search``, ``cp_sat``, ``imported``).
     """
 
     problem: Problem

@@ -1,1 +1,1 @@
-"""Timelines, memory and comparisons as a person wants to see them: terminal, SVG, HTML."""
+"""Draws timelines, memory and comparisons for people: on the terminal, as SVG and as HTML."""

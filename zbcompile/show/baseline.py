@@ -1,4 +1,4 @@
-"""1F1B at the same memory: what every plan is held against."""
+"""The baseline of every picture: 1F1B on the same model within the same memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,16 @@ __all__ = ["Baseline", "merge_stages", "one_f_one_b"]
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """1F1B on the same model, ranks, links and caps; ``timeline`` is None where it cannot be had, and why.
+    """1F1B on the same model, ranks, links and caps.
 
-    in_flight : microbatches that the first rank holds at most.
+    Attributes
+    ----------
+    timeline
+        Its times; None where 1F1B does not apply.
+    why
+        Why it does not apply, for people.
+    in_flight
+        Most microbatches that the first rank holds at once.
     """
 
     timeline: Timeline | None
@@ -24,17 +31,27 @@ class Baseline:
     in_flight: int = 0
 
     def gain(self, value_ns: int) -> float | None:
-        """By how much shorter than 1F1B a value is, as a share of 1F1B's; negative when longer."""
+        """Return how much shorter than 1F1B a value is, as a share of 1F1B's value.
+
+        Returns
+        -------
+        float or None
+            Negative when the value is longer; None when 1F1B does not apply or takes no time.
+        """
         if self.timeline is None or self.timeline.value_ns == 0:
             return None
         return 1.0 - value_ns / self.timeline.value_ns
 
 
 def one_f_one_b(problem: Problem) -> Baseline:
-    """1F1B with fused backwards (arXiv 1806.03377) under the problem's caps.
+    """Time 1F1B with fused backwards under the problem's caps.
 
-    Several stages of a rank count as one stage made of neighbouring ones. Where a cap is below what
-    1F1B wants, fewer microbatches are in flight, as many as fit.
+    With several stages per rank, neighbouring stages are merged into one stage per rank. Where a cap is below
+    what 1F1B needs, as many microbatches as fit are in flight.
+
+    Notes
+    -----
+    Source: arXiv 1806.03377.
     """
     merged = merge_stages(problem)
     if merged is None:
@@ -53,18 +70,26 @@ def one_f_one_b(problem: Problem) -> Baseline:
     return Baseline(simulate(Schedule.of(merged.placement, m, rows), merged), in_flight=first)
 
 
-def _row(rank: int, warm_up: int, m: int) -> list[Action]:
-    warm_up = min(warm_up, m)
-    row = [Action(Kind.FORWARD, rank, i) for i in range(warm_up)]
+def _row(rank: int, warmup: int, m: int) -> list[Action]:
+    warmup = min(warmup, m)
+    row = [Action(Kind.FORWARD, rank, i) for i in range(warmup)]
     for i in range(m):
         row.append(Action(Kind.FULL_BACKWARD, rank, i))
-        if warm_up + i < m:
-            row.append(Action(Kind.FORWARD, rank, warm_up + i))
+        if warmup + i < m:
+            row.append(Action(Kind.FORWARD, rank, warmup + i))
     return row
 
 
 def merge_stages(problem: Problem) -> Problem | None:
-    """The same model with one stage per rank: n / p neighbours joined; None when p does not divide n."""
+    """Return the same model with one stage per rank.
+
+    Of n stages on p ranks each rank gets n / p neighbours, merged into one stage.
+
+    Returns
+    -------
+    Problem or None
+        None when p does not divide n.
+    """
     profile, n, p = problem.profile, problem.num_stages, problem.num_ranks
     if n == p:
         return (

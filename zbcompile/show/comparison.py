@@ -1,4 +1,4 @@
-"""The table of published orders beside ours, at equal memory."""
+"""The table of `zbcompile compare`: published orders beside ours, at equal memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ __all__ = ["comparison_json", "comparison_table"]
 
 
 def comparison_table(rows: Sequence[Comparison]) -> Group:
-    """What it comes to in one line, then a row per order; ``ours there`` is ours at that order's peaks."""
+    """Return the verdict in one line and a table with one row per order.
+
+    The column ``ours there`` is our value with every rank's cap at that order's peak.
+    """
     unit = time_unit(max(row.makespan_ns for row in rows))
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     table.add_column("order", no_wrap=True, min_width=21)
@@ -50,7 +53,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Group:
 
 
 def _gap(row: Comparison) -> str:
-    """What is not proved: rounded up, so that it never reads as less than it is."""
+    """Write the gap to the proved bound, rounded up, so that it never reads as less than it is."""
     if row.ours_ns <= row.bound_ns:
         return "proved"
     hundredths = -(-10_000 * (row.ours_ns - row.bound_ns) // row.ours_ns)
@@ -58,7 +61,7 @@ def _gap(row: Comparison) -> str:
 
 
 def comparison_json(rows: Sequence[Comparison]) -> dict[str, object]:
-    """The table as plain values: ns, bytes, fractions."""
+    """Return the table as plain values: times in ns, memory in bytes, shares as fractions."""
     return {
         "objective": rows[0].objective,
         "verdict": verdict(list(rows)),

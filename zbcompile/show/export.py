@@ -1,14 +1,17 @@
-"""Pictures as SVG and HTML through rich, complete in themselves: no font or script is fetched."""
+"""Writes pictures as SVG and HTML through rich. They are self-contained: no font or script is fetched."""
 
 from __future__ import annotations
 
 import io
+from typing import Literal
 
 from rich.console import Console
 
 from zbcompile.show.timeline import Picture
 
-__all__ = ["export"]
+__all__ = ["ExportFormat", "export"]
+
+ExportFormat = Literal["svg", "html"]
 
 _FONTS = '"Fira Code", "DejaVu Sans Mono", "Cascadia Mono", Menlo, Consolas, monospace'
 _SVG = """\
@@ -53,8 +56,8 @@ pre {{ font-family: FONTS; line-height: 1.25; }}
 """.replace("FONTS", _FONTS)
 
 
-def export(picture: Picture, kind: str, width: int) -> str:
-    """The picture as ``svg`` or ``html``, ``width`` columns wide; the same picture gives the same bytes."""
+def export(picture: Picture, form: ExportFormat, width: int) -> str:
+    """Return the picture as SVG or HTML, ``width`` columns wide. The same picture gives the same bytes."""
     console = Console(
         record=True,
         width=width,
@@ -66,6 +69,6 @@ def export(picture: Picture, kind: str, width: int) -> str:
         _environ={},
     )
     console.print(picture)
-    if kind == "svg":
+    if form == "svg":
         return console.export_svg(title="zbcompile show", code_format=_SVG, unique_id="zbcompile")
     return console.export_html(inline_styles=True, code_format=_HTML)

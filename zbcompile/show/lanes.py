@@ -1,4 +1,4 @@
-"""Lanes: times turned into character cells, to scale. One lane is one line of text."""
+"""Lanes: turns times into character cells, to scale. A lane is one line of text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from zbcompile.schedule.ir import Action, Kind
 from zbcompile.show.palette import BLOCKS, Glyphs, fill_of, heat, ink, paint
 
-__all__ = ["Box", "Message", "Window", "bar_lane", "memory_lane", "message_lane"]
+__all__ = ["Box", "Transfer", "Window", "bar_lane", "memory_lane", "message_lane"]
 
 _GAP = Style(color="#7a6070", dim=True)
 _LABEL = Style(color="#101418", bold=True)
@@ -19,17 +19,29 @@ _LABEL = Style(color="#101418", bold=True)
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A compute action with its times. turn : 0 for the rank's first stage, 1 for its second, ..."""
+    """A compute action with its times.
+
+    Attributes
+    ----------
+    local_stage
+        Index of the action's stage among the stages of its rank.
+    """
 
     action: Action
     start_ns: int
     end_ns: int
-    turn: int = 0
+    local_stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """A message on its way, drawn on its sender's rank."""
+class Transfer:
+    """A message with its times, drawn on its sender's rank.
+
+    Attributes
+    ----------
+    backward
+        False for an activation, True for a gradient.
+    """
 
     backward: bool
     start_ns: int
@@ -38,9 +50,16 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of time that is drawn, on a number of columns.
+    """The part of time that is drawn.
 
-    Inside a picture times are multiplied by the number of columns: column edges are whole numbers then.
+    Inside a picture times are multiplied by the number of columns, so that column edges are whole numbers.
+
+    Attributes
+    ----------
+    first_ns, last_ns
+        The times at the left and right edge.
+    columns
+        Width of the picture in character cells.
     """
 
     first_ns: int
@@ -48,27 +67,33 @@ class Window:
     columns: int
 
     def scaled(self, time_ns: int) -> int:
-        """A time in the picture's own unit, zero at its left edge."""
+        """Return a time in the picture's own unit, zero at its left edge."""
         return (time_ns - self.first_ns) * self.columns
 
     def edge(self, column: int) -> int:
-        """A column's left edge in the picture's own unit."""
+        """Return a column's left edge in the picture's own unit."""
         return column * (self.last_ns - self.first_ns)
 
     def column(self, time_ns: int) -> int:
-        """The column that holds a time, kept inside the picture."""
+        """Return the column that holds a time, kept inside the picture."""
         length = max(1, self.last_ns - self.first_ns)
         return min(self.columns - 1, max(0, (time_ns - self.first_ns) * self.columns // length))
 
 
 def bar_lane(boxes: Sequence[Box], window: Window, glyphs: Glyphs, *, colour: bool) -> Text:
-    """The compute actions of a rank, idle time visible between them. ``boxes`` are in order of time."""
+    """Draw the compute actions of a rank, with idle time between them.
+
+    Parameters
+    ----------
+    boxes
+        The actions in order of time.
+    """
     cells = list(_cells(boxes, window))
     return _coloured(cells, boxes, glyphs) if colour else _plain(cells, boxes, glyphs)
 
 
 Cell = list[tuple[int, int]]
-"""What a cell shows: (index of the box or -1 for idle, its length inside the cell), in order of time."""
+"""The parts of a cell in order of time: (index of the box or -1 for idle, its length inside the cell)."""
 
 
 def _cells(boxes: Sequence[Box], window: Window) -> Iterable[Cell]:
@@ -99,7 +124,7 @@ def _main(cell: Cell) -> int:
 
 
 def _whole(cells: Sequence[Cell]) -> dict[int, list[int]]:
-    """For each box, the columns that it fills by three quarters at least: room for its label."""
+    """Return for each box the columns that it fills by three quarters at least: its label fits there."""
     found: dict[int, list[int]] = {}
     for column, cell in enumerate(cells):
         index, length = max(cell, key=lambda part: part[1], default=(-1, 0))
@@ -108,12 +133,12 @@ def _whole(cells: Sequence[Cell]) -> dict[int, list[int]]:
     return found
 
 
-def _label(action: Action, headroom: int) -> str:
-    """Letter and microbatch, or the microbatch with a space beside it, or nothing: what fits."""
+def _label(action: Action, columns: int) -> str:
+    """Return what fits: letter and microbatch, or the microbatch with a space beside it, or nothing."""
     number = str(action.microbatch)
-    if len(action.kind.letter + number) <= headroom:
+    if len(action.kind.letter + number) <= columns:
         return action.kind.letter + number
-    return number if len(number) < headroom else ""
+    return number if len(number) < columns else ""
 
 
 def _coloured(cells: Sequence[Cell], boxes: Sequence[Box], glyphs: Glyphs) -> Text:
@@ -122,7 +147,7 @@ def _coloured(cells: Sequence[Cell], boxes: Sequence[Box], glyphs: Glyphs) -> Te
         action = boxes[index].action
         label = _label(action, len(columns))
         first = columns[0] + (len(columns) - len(label)) // 2
-        style = Style(bgcolor=paint(action, boxes[index].turn)) + _LABEL
+        style = Style(bgcolor=paint(action, boxes[index].local_stage)) + _LABEL
         letters.update({first + k: (letter, style) for k, letter in enumerate(label)})
     lane = Text(end="")
     for column, cell in enumerate(cells):
@@ -131,10 +156,10 @@ def _coloured(cells: Sequence[Cell], boxes: Sequence[Box], glyphs: Glyphs) -> Te
 
 
 def _blend(cell: Cell, boxes: Sequence[Box], glyphs: Glyphs) -> tuple[str, Style]:
-    """One cell of one colour, or of the two that fill most of it, split at the nearest eighth."""
+    """Draw a cell in one colour, or in the two that fill most of it, split at the nearest eighth."""
     most = sorted(sorted(range(len(cell)), key=lambda k: -cell[k][1])[:2])
     parts = [cell[k] for k in most]
-    colours = [paint(boxes[i].action, boxes[i].turn) if i >= 0 else None for i, _ in parts]
+    colours = [paint(boxes[i].action, boxes[i].local_stage) if i >= 0 else None for i, _ in parts]
     if not parts or colours == [None] or colours == [None, None]:
         return glyphs.gap, _GAP
     if len(parts) == 1 or colours[0] == colours[1]:
@@ -178,10 +203,18 @@ def memory_lane(
     colour: bool,
     capped: bool = True,
 ) -> Text:
-    """The highest memory of each column as a level between 0 and ``limit`` bytes.
+    """Draw the highest memory of each column as a level between 0 and ``limit`` bytes.
 
-    steps : (time, bytes held from then on), in order of time. base : bytes held before the first step.
-    capped : whether coming near the limit is worth a colour.
+    Parameters
+    ----------
+    steps
+        (time in ns, bytes held from then on), in order of time.
+    base
+        Bytes held before the first step.
+    limit
+        Bytes at which a level is full.
+    capped
+        Whether the limit is a cap: then levels near it are coloured.
     """
     lane = Text(end="")
     held, k = base, 0
@@ -199,34 +232,31 @@ def memory_lane(
     return lane
 
 
-def message_lane(messages: Iterable[Message], window: Window, glyphs: Glyphs, *, colour: bool) -> Text:
-    """Messages on their way: an arrow where one arrives, a wire before it; both directions in one line."""
-    cells: list[set[str]] = [set() for _ in range(window.columns)]
-    for message in messages:
-        if message.end_ns < window.first_ns or message.start_ns > window.last_ns:
+def message_lane(transfers: Iterable[Transfer], window: Window, glyphs: Glyphs, *, colour: bool) -> Text:
+    """Draw messages, both directions in one line: an arrow where one arrives, a wire before it."""
+    arrivals: dict[Kind, set[int]] = {Kind.SEND_F: set(), Kind.SEND_B: set()}
+    wires: dict[Kind, set[int]] = {Kind.SEND_F: set(), Kind.SEND_B: set()}
+    for transfer in transfers:
+        if transfer.end_ns < window.first_ns or transfer.start_ns > window.last_ns:
             continue
-        first, last = (
-            window.column(message.start_ns),
-            window.column(max(message.start_ns, message.end_ns - 1)),
-        )
-        head = "B" if message.backward else "F"
-        for column in range(first, last):
-            cells[column].add(head.lower())
-        cells[last].add(head)
+        last = window.column(max(transfer.start_ns, transfer.end_ns - 1))
+        kind = Kind.SEND_B if transfer.backward else Kind.SEND_F
+        wires[kind].update(range(window.column(transfer.start_ns), last))
+        arrivals[kind].add(last)
     lane = Text(end="")
-    for cell in cells:
-        glyph, kind = _signal(cell, glyphs)
-        lane.append(glyph, ink(kind) if colour and kind else Style.null())
+    for column in range(window.columns):
+        arrived = [kind for kind in arrivals if column in arrivals[kind]]
+        travelling = [kind for kind in wires if column in wires[kind]]
+        lane.append(*_signal(arrived, travelling, glyphs, colour))
     return lane
 
 
-def _signal(cell: set[str], glyphs: Glyphs) -> tuple[str, Kind | None]:
-    if {"F", "B"} <= cell:
-        return glyphs.both, None
-    if "F" in cell:
-        return glyphs.forward, Kind.SEND_F
-    if "B" in cell:
-        return glyphs.backward, Kind.SEND_B
-    if cell:
-        return glyphs.wire, Kind.SEND_F if "f" in cell else Kind.SEND_B
-    return " ", None
+def _signal(arrived: list[Kind], travelling: list[Kind], glyphs: Glyphs, colour: bool) -> tuple[str, Style]:
+    """Return what a column shows: arrivals before wires, activations before gradients."""
+    if len(arrived) == 2:
+        return glyphs.both, Style.null()
+    if not arrived and not travelling:
+        return " ", Style.null()
+    kind = (arrived or travelling)[0]
+    head = glyphs.forward if kind is Kind.SEND_F else glyphs.backward
+    return head if arrived else glyphs.wire, ink(kind) if colour else Style.null()

@@ -1,4 +1,8 @@
-"""Colours and glyphs. Colours are told apart with any colour vision (Okabe and Ito) and in 256 colours."""
+"""Colours and glyphs.
+
+The colours can be told apart with any colour vision and on terminals with 256 colours. Source: the palette of
+Okabe and Ito.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +23,26 @@ _PAINT = {
     Kind.BACKWARD_WEIGHT: (("#2bb584", "#159668"), ("#84d8b8", "#5cc7a0")),
     Kind.FULL_BACKWARD: (("#d689b8", "#ba6a9c"), ("#ebbcd8", "#dea0c6")),
 }
-_LINES = {"F": "#4a9ede", "B": "#f0a830"}
+_ACTIVATION, _GRADIENT = "#4a9ede", "#f0a830"
 
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """Characters for a terminal without colour; ``fills`` are for F, B, W, BW."""
+    """Characters that a terminal can show.
+
+    Attributes
+    ----------
+    fills
+        What stretches the labels of F, B, W and BW without colour.
+    gap
+        Idle time.
+    levels
+        Memory levels from low to high.
+    forward, backward, both
+        Arrival of an activation, of a gradient, and of both in one column.
+    wire
+        A message on its way.
+    """
 
     fills: tuple[str, str, str, str]
     gap: str
@@ -39,24 +57,33 @@ UNICODE = Glyphs(("─", "═", "~", "≡"), "·", "▁▂▃▄▅▆▇█", "
 ASCII = Glyphs(("-", "=", "~", "#"), ".", "12345678", ">", "<", "x", "-")
 
 
-def paint(action: Action, turn: int) -> str:
-    """Colour of a compute action: hue by kind, shade by microbatch, lighter from a rank's second stage on."""
-    return _PAINT[action.kind][min(turn, 1)][action.microbatch % 2]
+def paint(action: Action, local_stage: int) -> str:
+    """Return the colour of a compute action.
+
+    The kind gives the hue, the microbatch the shade; stages of a rank after its first are lighter.
+
+    Parameters
+    ----------
+    local_stage
+        Index of the action's stage among the stages of its rank.
+    """
+    return _PAINT[action.kind][min(local_stage, 1)][action.microbatch % 2]
 
 
 def ink(kind: Kind) -> Style:
-    """Text and lines of a kind."""
-    letter = "F" if kind in (Kind.FORWARD, Kind.SEND_F, Kind.RECV_F) else "B"
-    return Style(color=_PAINT[kind][0][0] if kind.is_compute else _LINES[letter])
+    """Return the style of text and lines of a kind."""
+    if kind.is_compute:
+        return Style(color=_PAINT[kind][0][0])
+    return Style(color=_ACTIVATION if kind in (Kind.SEND_F, Kind.RECV_F) else _GRADIENT)
 
 
 def fill_of(kind: Kind, glyphs: Glyphs) -> str:
-    """The character that stretches a kind's label without colour."""
+    """Return the character that stretches the label of a compute kind without colour."""
     return glyphs.fills[list(Kind).index(kind)]
 
 
 def heat(share: float) -> str:
-    """Colour of a memory level by its share of the cap."""
+    """Return the colour of a memory level by its share of the cap."""
     if share > 1.0:
         return "#e0303a"
     return "#d9774f" if share > 0.9 else "#8a93a6"

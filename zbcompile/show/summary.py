@@ -1,7 +1,8 @@
-"""The figures of a plan: what `show --json` prints and what the head of a picture says in words."""
+"""The figures of a timed order: what `show --json` prints and what the head of a picture says in words."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,22 +17,55 @@ from zbcompile.show.baseline import Baseline, one_f_one_b
 from zbcompile.show.units import TimeUnit, format_bytes, percent, time_unit
 
 __all__ = [
-    "Plan",
+    "Proof",
+    "Summary",
     "headline",
     "measured_to_json",
-    "plan_of",
     "proof_line",
     "remarks",
+    "summarize",
     "to_json",
     "unit_problem",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """An order with its times, its proof where there is one, and 1F1B beside it.
+class Proof(enum.Enum):
+    """What a certificate proves about an order.
 
-    has_profile : False when the costs are made up (F = B = W = 1), because the file has none.
+    Attributes
+    ----------
+    ABSENT
+        There is no certificate.
+    OTHER_VALUE
+        The certificate states another value than the order has: it proves nothing about this order.
+    OPTIMAL
+        No order is shorter.
+    GAP
+        No order is shorter than the bound, which is below the value.
+    """
+
+    ABSENT = enum.auto()
+    OTHER_VALUE = enum.auto()
+    OPTIMAL = enum.auto()
+    GAP = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """An order with its times, its certificate and 1F1B beside it.
+
+    Attributes
+    ----------
+    timeline
+        The order and its times.
+    baseline
+        1F1B under the same problem.
+    certificate
+        The certificate of the file; None when it has none.
+    origin
+        How the order was found, for people.
+    has_profile
+        False when the file has no costs, so that the times are those of F = B = W = 1.
     """
 
     timeline: Timeline
@@ -42,20 +76,40 @@ class Plan:
 
     @property
     def unit(self) -> TimeUnit:
-        """The unit in which this plan's times read well."""
+        """The unit in which the times read well."""
         return time_unit(self.timeline.makespan_ns, abstract=not self.has_profile)
+
+    @property
+    def proof(self) -> Proof:
+        """What the certificate proves about the order."""
+        if self.certificate is None:
+            return Proof.ABSENT
+        if self.certificate.value_ns != self.timeline.value_ns:
+            return Proof.OTHER_VALUE
+        return Proof.OPTIMAL if self.certificate.is_optimal else Proof.GAP
 
 
 def unit_problem(schedule: Schedule) -> Problem:
-    """The problem that stands in for a missing profile: every F, B and W takes 1, a BW 2, links nothing."""
+    """Return the problem to use without a profile: F, B and W take 1 each, BW takes 2, links take nothing."""
     profile = Profile.uniform(StageCost.simple(1, 1, 1, 0, 0), schedule.num_stages, source="no profile")
     return Problem(profile, schedule.placement, schedule.num_microbatches)
 
 
-def plan_of(file: ScheduleFile, timeline: Timeline | None = None) -> Plan:
-    """Time a schedule file's order, unless its times are known. Raises `CheckError` when it cannot run."""
+def summarize(file: ScheduleFile, timeline: Timeline | None = None) -> Summary:
+    """Time the order of a schedule file and put its certificate and 1F1B beside it.
+
+    Parameters
+    ----------
+    timeline
+        The times of the order, where they are known.
+
+    Raises
+    ------
+    CheckError
+        The order cannot run: an action is missing, or it deadlocks.
+    """
     problem = file.problem or unit_problem(file.schedule)
-    return Plan(
+    return Summary(
         timeline or simulate(file.schedule, problem),
         one_f_one_b(problem),
         file.certificate,
@@ -64,9 +118,9 @@ def plan_of(file: ScheduleFile, timeline: Timeline | None = None) -> Plan:
     )
 
 
-def remarks(plan: Plan) -> list[str]:
-    """What a glance finds wrong with an order that can run: work left out, caps exceeded."""
-    schedule, problem = plan.timeline.schedule, plan.timeline.problem
+def remarks(summary: Summary) -> list[str]:
+    """Return what is wrong with an order that can run: missing work, exceeded caps."""
+    schedule, problem = summary.timeline.schedule, summary.timeline.problem
     count = dict.fromkeys(Kind, 0)
     for row in schedule.order:
         for action in row:
@@ -77,24 +131,24 @@ def remarks(plan: Plan) -> list[str]:
         given = count[kind] + (0 if kind is Kind.FORWARD else fused)
         if given != whole:
             found.append(f"the order has {given} of {whole} {kind.value} actions")
-    for rank, (peak, cap) in enumerate(zip(plan.timeline.peak_bytes, problem.caps, strict=True)):
+    for rank, (peak, cap) in enumerate(zip(summary.timeline.peak_bytes, problem.caps, strict=True)):
         if cap is not None and peak > cap:
             found.append(f"rank {rank} holds {format_bytes(peak)}, over its cap of {format_bytes(cap)}")
     return found
 
 
-def headline(plan: Plan) -> str:
-    """The gain over 1F1B at the same memory, in words; says so when there is none."""
-    timeline, reference = plan.timeline, plan.baseline.timeline
+def headline(summary: Summary) -> str:
+    """Say in words how much shorter the order is than 1F1B at the same memory, or that it is not."""
+    timeline, baseline = summary.timeline, summary.baseline.timeline
     value, objective = timeline.value_ns, timeline.problem.objective
-    gain = plan.baseline.gain(value)
-    if reference is None or gain is None:
-        return f"1F1B does not apply: {plan.baseline.why or 'it takes no time'}"
+    gain = summary.baseline.gain(value)
+    if baseline is None or gain is None:
+        return f"1F1B does not apply: {summary.baseline.why or 'it takes no time'}"
     capped = any(cap is not None for cap in timeline.problem.caps)
     at = "within the same cap" if capped else "with no cap on memory"
-    if 0 < plan.baseline.in_flight < min(timeline.schedule.num_ranks, timeline.schedule.num_microbatches):
-        at += f" ({plan.baseline.in_flight} in flight)"
-    sides = f"{objective} {plan.unit.text(value)} against {plan.unit.text(reference.value_ns)}"
+    if 0 < summary.baseline.in_flight < min(timeline.schedule.num_ranks, timeline.schedule.num_microbatches):
+        at += f" ({summary.baseline.in_flight} in flight)"
+    sides = f"{objective} {summary.unit.text(value)} against {summary.unit.text(baseline.value_ns)}"
     if abs(gain) < 0.0005:
         return f"as long as 1F1B {at}: {sides}"
     if gain < 0:
@@ -102,28 +156,28 @@ def headline(plan: Plan) -> str:
     return f"{percent(gain)} shorter than 1F1B {at}: {sides}"
 
 
-def proof_line(plan: Plan) -> str:
-    """What is proved about the value."""
-    timeline, certificate = plan.timeline, plan.certificate
+def proof_line(summary: Summary) -> str:
+    """Say in words what is proved about the value."""
+    certificate, proof = summary.certificate, summary.proof
     if certificate is None:
         return "no certificate: nothing is proved about this order"
-    if certificate.value_ns != timeline.value_ns:
+    if proof is Proof.OTHER_VALUE:
         return (
-            f"the file's certificate speaks of {plan.unit.text(certificate.value_ns)},"
-            f" this order takes {plan.unit.text(timeline.value_ns)}: it proves nothing here"
+            f"the file's certificate speaks of {summary.unit.text(certificate.value_ns)},"
+            f" this order takes {summary.unit.text(summary.timeline.value_ns)}: it proves nothing here"
         )
-    if certificate.is_optimal:
+    if proof is Proof.OPTIMAL:
         return f"proved optimal ({certificate.method}): no order of this problem is shorter"
     return (
-        f"{certificate.status}: no order is shorter than {plan.unit.text(certificate.bound_ns)}"
+        f"{certificate.status}: no order is shorter than {summary.unit.text(certificate.bound_ns)}"
         f" ({certificate.method})"
     )
 
 
-def to_json(plan: Plan) -> dict[str, object]:
-    """All figures as plain values. Shares are fractions, times ns, memory bytes."""
-    timeline, problem = plan.timeline, plan.timeline.problem
-    certificate, reference = plan.certificate, plan.baseline.timeline
+def to_json(summary: Summary) -> dict[str, object]:
+    """Return all figures as plain values: shares as fractions, times in ns, memory in bytes."""
+    timeline, problem = summary.timeline, summary.timeline.problem
+    certificate, baseline = summary.certificate, summary.baseline.timeline
     peaks = timeline.peak_bytes
     return {
         "ranks": problem.num_ranks,
@@ -132,8 +186,8 @@ def to_json(plan: Plan) -> dict[str, object]:
         "placement": problem.placement.name,
         "objective": problem.objective,
         "transport": problem.transport,
-        "has_profile": plan.has_profile,
-        "origin": plan.origin,
+        "has_profile": summary.has_profile,
+        "origin": summary.origin,
         "span_ns": timeline.span_ns,
         "makespan_ns": timeline.makespan_ns,
         "bubble_of_span": timeline.bubble("span"),
@@ -147,13 +201,13 @@ def to_json(plan: Plan) -> dict[str, object]:
             "gap": certificate.gap,
             "status": certificate.status,
             "method": certificate.method,
-            "speaks_of_this_order": certificate.value_ns == timeline.value_ns,
+            "speaks_of_this_order": summary.proof is not Proof.OTHER_VALUE,
         },
         "one_f_one_b": {
-            "value_ns": None if reference is None else reference.value_ns,
-            "in_flight": plan.baseline.in_flight,
-            "gain": plan.baseline.gain(timeline.value_ns),
-            "why_not": plan.baseline.why,
+            "value_ns": None if baseline is None else baseline.value_ns,
+            "in_flight": summary.baseline.in_flight,
+            "gain": summary.baseline.gain(timeline.value_ns),
+            "why_not": summary.baseline.why,
         },
         "per_rank": [
             {
@@ -162,7 +216,7 @@ def to_json(plan: Plan) -> dict[str, object]:
                 "actions": len(timeline.schedule.order[rank]),
                 "busy_ns": timeline.busy_ns(rank),
                 "span_ns": timeline.rank_span[rank],
-                "peak_bytes": peaks[rank] if plan.has_profile else None,
+                "peak_bytes": peaks[rank] if summary.has_profile else None,
                 "cap_bytes": problem.caps[rank],
             }
             for rank in range(problem.num_ranks)
@@ -170,24 +224,24 @@ def to_json(plan: Plan) -> dict[str, object]:
     }
 
 
-def measured_to_json(plan: Plan, measured: Measured) -> dict[str, object]:
-    """Planned against measured: the whole step and the mean of every kind, in ns."""
+def measured_to_json(summary: Summary, measured: Measured) -> dict[str, object]:
+    """Return planned against measured in ns: the whole step and the mean of every kind."""
     rows = [
         {"kind": kind.value, "planned_ns": planned, "measured_ns": real, "count": count}
-        for kind, planned, real, count in kind_means(plan.timeline, measured)
+        for kind, planned, real, count in kind_means(summary.timeline, measured)
     ]
     return {
         "source": measured.source,
         "makespan_ns": measured.makespan_ns,
-        "over_plan": measured.makespan_ns / plan.timeline.makespan_ns - 1
-        if plan.timeline.makespan_ns
+        "over_plan": measured.makespan_ns / summary.timeline.makespan_ns - 1
+        if summary.timeline.makespan_ns
         else None,
         "kinds": rows,
     }
 
 
 def kind_means(timeline: Timeline, measured: Measured) -> Sequence[tuple[Kind, int, int, int]]:
-    """(kind, mean planned ns, mean measured ns, count) for the compute kinds that both have."""
+    """Return (kind, mean planned ns, mean measured ns, count) of the compute kinds that both have."""
     planned: dict[Kind, list[int]] = {}
     real: dict[Kind, list[int]] = {}
     for rank, k, action in timeline.schedule.actions():
@@ -202,11 +256,11 @@ def kind_means(timeline: Timeline, measured: Measured) -> Sequence[tuple[Kind, i
     ]
 
 
-def memory_text(plan: Plan, rank: int) -> str:
-    """``3.2 of 4 GiB`` for one rank, or nothing without a profile."""
-    if not plan.has_profile:
+def memory_text(summary: Summary, rank: int) -> str:
+    """Write a rank's peak and cap, such as ``3.2 of 4 GiB``; empty without a profile."""
+    if not summary.has_profile:
         return ""
-    peak, cap = format_bytes(plan.timeline.peak_bytes[rank]), plan.timeline.problem.caps[rank]
+    peak, cap = format_bytes(summary.timeline.peak_bytes[rank]), summary.timeline.problem.caps[rank]
     if cap is None:
         return peak
     number, unit = peak.split(" ")

@@ -1,4 +1,4 @@
-"""The picture of a plan: head, time axis, per rank the work, its messages and its memory, and a legend."""
+"""The picture of a timed order: head, time axis, per rank its work, messages and memory, and a legend."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from rich.style import Style
 from rich.text import Text
 
 from zbcompile.formats.measured_json import Measured
-from zbcompile.schedule.event_graph import Message as Sent
-from zbcompile.schedule.event_graph import messages_of
 from zbcompile.schedule.ir import Action, Kind
-from zbcompile.schedule.simulate import Timeline, action_times
-from zbcompile.show.lanes import Box, Message, Window, bar_lane, memory_lane, message_lane
+from zbcompile.schedule.messages import Message, messages_of
+from zbcompile.schedule.problem import Objective
+from zbcompile.schedule.simulate import Timeline
+from zbcompile.show.lanes import Box, Transfer, Window, bar_lane, memory_lane, message_lane
 from zbcompile.show.palette import ASCII, UNICODE, Glyphs, fill_of, ink, paint
-from zbcompile.show.summary import Plan, headline, kind_means, memory_text, proof_line
+from zbcompile.show.summary import Proof, Summary, headline, kind_means, memory_text, proof_line
 from zbcompile.show.units import percent, ticks
 
 __all__ = ["Picture", "View"]
@@ -38,8 +38,12 @@ _AIRY_RANKS = 8
 class View:
     """What to draw.
 
-    window : first and last time in ns, None for all. memory, messages : which lanes; None decides by
-        the number of ranks and by what there is to show.
+    Attributes
+    ----------
+    window
+        First and last time in ns; None for all.
+    memory, messages
+        Whether to draw these lanes; None decides by the number of ranks and by what there is to show.
     """
 
     window: tuple[int, int] | None = None
@@ -49,9 +53,21 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A rich renderable: ``console.print(Picture(plan))``. Fits any width; without colour it uses letters."""
+    """A rich renderable: ``console.print(Picture(summary))``.
 
-    plan: Plan
+    It fits any width. Without colour it tells the kinds apart by letters.
+
+    Attributes
+    ----------
+    summary
+        The timed order to draw.
+    view
+        Which part of it.
+    measured
+        A measured step to draw under the planned one.
+    """
+
+    summary: Summary
     view: View = View()
     measured: Measured | None = None
 
@@ -65,8 +81,8 @@ class _Drawing:
     """One picture at one width."""
 
     def __init__(self, picture: Picture, width: int, glyphs: Glyphs, colour: bool) -> None:
-        self.plan, self.view, self.measured = picture.plan, picture.view, picture.measured
-        self.timeline: Timeline = picture.plan.timeline
+        self.summary, self.view, self.measured = picture.summary, picture.view, picture.measured
+        self.timeline: Timeline = picture.summary.timeline
         self.glyphs, self.colour, self.width = glyphs, colour, width
         p = self.timeline.schedule.num_ranks
         self.left = len(f"rank {p - 1} ")
@@ -80,13 +96,13 @@ class _Drawing:
         self.window = Window(first, max(last, first + 1), columns)
         few, planned = p <= _MANY_RANKS, self.measured is None
         wanted = few if self.view.messages is None else self.view.messages
-        self.sent = self._messages() if planned and wanted else []
-        self.draws_messages = any(self.sent)
+        self.transfers = self._transfers() if planned and wanted else []
+        self.draws_messages = any(self.transfers)
         shown = few if self.view.memory is None else self.view.memory
-        self.draws_memory = planned and shown and self.plan.has_profile
+        self.draws_memory = planned and shown and self.summary.has_profile
 
     def parts(self) -> Iterator[Text]:
-        """All lines from top to bottom."""
+        """Yield all lines from top to bottom."""
         yield from self._head()
         yield Text()
         yield self._axis()
@@ -98,33 +114,34 @@ class _Drawing:
                 yield Text()
         yield from self._legend()
         if self.measured is not None:
-            yield from self._measured_lines()
+            yield from self._measured_lines(self.measured)
 
     def _head(self) -> Iterator[Text]:
-        plan, timeline, problem = self.plan, self.timeline, self.timeline.problem
-        gain = plan.baseline.gain(timeline.value_ns)
+        summary, timeline, problem = self.summary, self.timeline, self.timeline.problem
+        gain = summary.baseline.gain(timeline.value_ns)
         good = gain is not None and gain >= 0.0005
-        yield self._line(headline(plan), Style(bold=True, color="#2bb584" if good else None))
-        other = "makespan" if problem.objective == "span" else "span"
-        values = {"span": timeline.span_ns, "makespan": timeline.makespan_ns}
+        yield self._line(headline(summary), Style(bold=True, color="#2bb584" if good else None))
+        other: Objective = "makespan" if problem.objective == "span" else "span"
+        lengths = [
+            (name, timeline.length_ns(name), timeline.bubble(name)) for name in (problem.objective, other)
+        ]
         yield self._line(
             " · ".join(
-                f"{name} {plan.unit.text(values[name])}, bubble {percent(timeline.bubble(name))}"
-                for name in (problem.objective, other)
+                f"{name} {summary.unit.text(length)}, bubble {percent(bubble)}"
+                for name, length, bubble in lengths
             )
         )
-        proof = proof_line(plan)
-        fault = "proves nothing" in proof
-        yield self._line(proof, Style(bold=True, color="#e0303a") if fault else None)
+        fault = summary.proof is Proof.OTHER_VALUE
+        yield self._line(proof_line(summary), Style(bold=True, color="#e0303a") if fault else None)
         words = [
             _count(problem.num_ranks, "rank"),
             f"{_count(problem.num_stages, 'stage')}, {problem.placement.name}",
             _count(problem.num_microbatches, "microbatch", "microbatches"),
             f"{problem.transport} sends",
         ]
-        if plan.origin:
-            words.append(plan.origin)
-        if not plan.has_profile:
+        if summary.origin:
+            words.append(summary.origin)
+        if not summary.has_profile:
             words.append("no profile: F = B = W = 1 unit")
         yield self._line(" · ".join(words), _DIM)
 
@@ -132,7 +149,7 @@ class _Drawing:
         return Text(self._safe(text), style=style if self.colour and style else Style.null(), overflow="fold")
 
     def _safe(self, text: str) -> str:
-        """Text that the terminal can show."""
+        """Return the text in characters that the terminal can show."""
         if self.glyphs is not ASCII:
             return text
         return text.translate({0xB7: "|", 0xB5: "u"}).encode("ascii", "replace").decode()
@@ -140,11 +157,11 @@ class _Drawing:
     def _note(self, rank: int) -> str:
         whole = self.timeline.value_ns
         idle = 1.0 - self.timeline.busy_ns(rank) / whole if whole else 0.0
-        memory = memory_text(self.plan, rank)
+        memory = memory_text(self.summary, rank)
         return self._safe(f" idle {percent(idle)}" + (f" · {memory}" if memory else ""))
 
     def _axis(self) -> Text:
-        window, unit = self.window, self.plan.unit
+        window, unit = self.window, self.summary.unit
         marks = [" "] * window.columns
         widest = len(unit.number(window.last_ns)) + len(unit.name) + 3
         for time in ticks(window.first_ns, window.last_ns, max(2, window.columns // max(10, widest))):
@@ -161,19 +178,19 @@ class _Drawing:
     def _rank(self, rank: int) -> Iterator[Text]:
         yield self._lane(f"rank {rank}", self._bars(rank), self.notes[rank])
         if self.measured is not None:
-            yield self._lane("  real", self._real(rank), self._real_note(rank))
+            bars = self._measured_bars(self.measured, rank)
+            yield self._lane("  real", bars, self._measured_note(self.measured, rank), dim=True)
             return
         if self.draws_messages:
-            lane = message_lane(self.sent[rank], self.window, self.glyphs, colour=self.colour)
-            yield self._lane("  send", lane)
+            lane = message_lane(self.transfers[rank], self.window, self.glyphs, colour=self.colour)
+            yield self._lane("  send", lane, dim=True)
         if self.draws_memory:
-            yield self._lane("  mem", self._memory(rank))
+            yield self._lane("  mem", self._memory(rank), dim=True)
 
-    def _lane(self, name: str, lane: Text, note: str = "") -> Text:
+    def _lane(self, name: str, lane: Text, note: str = "", *, dim: bool = False) -> Text:
+        """Return a line with its name, its lane and a note; ``dim`` is for the name."""
         line = Text(no_wrap=True, overflow="crop")
-        line.append(
-            name.ljust(self.left)[: self.left], _DIM if self.colour and name[0] == " " else Style.null()
-        )
+        line.append(name.ljust(self.left)[: self.left], _DIM if self.colour and dim else Style.null())
         line.append_text(lane)
         if self.right and note:
             line.append(note, _DIM if self.colour else Style.null())
@@ -188,10 +205,9 @@ class _Drawing:
         ]
         return bar_lane(boxes, self.window, self.glyphs, colour=self.colour)
 
-    def _real(self, rank: int) -> Text:
-        assert self.measured is not None
+    def _measured_bars(self, measured: Measured, rank: int) -> Text:
         stages = self.timeline.problem.placement.stages_of(rank)
-        row = self.measured.ranks[rank] if rank < len(self.measured.ranks) else ()
+        row = measured.ranks[rank] if rank < len(measured.ranks) else ()
         boxes = [
             Box(a, start, end, stages.index(a.stage) if a.stage in stages else 0)
             for a, start, end in sorted(row, key=lambda event: event[1])
@@ -199,17 +215,16 @@ class _Drawing:
         ]
         return bar_lane(boxes, self.window, self.glyphs, colour=self.colour)
 
-    def _real_note(self, rank: int) -> str:
-        assert self.measured is not None
-        whole = self.measured.makespan_ns
-        if not whole or rank >= len(self.measured.ranks):
+    def _measured_note(self, measured: Measured, rank: int) -> str:
+        whole = measured.makespan_ns
+        if not whole or rank >= len(measured.ranks):
             return ""
-        return f" idle {percent(1.0 - self.measured.busy_ns(rank) / whole)}"
+        return f" idle {percent(1.0 - measured.busy_ns(rank) / whole)}"
 
-    def _messages(self) -> list[list[Message]]:
-        """Per rank, the messages that it sends."""
-        problem, times = self.timeline.problem, action_times(self.timeline)
-        found: list[list[Message]] = [[] for _ in range(problem.num_ranks)]
+    def _transfers(self) -> list[list[Transfer]]:
+        """Return per rank the messages that it sends."""
+        problem, times = self.timeline.problem, _times(self.timeline)
+        found: list[list[Transfer]] = [[] for _ in range(problem.num_ranks)]
         for edge, message in messages_of(problem):
             if message.send in times:
                 start, end = times[message.send]
@@ -222,7 +237,7 @@ class _Drawing:
                     continue
                 start, end = ready, ready + lag
             rank = problem.placement.rank_of[message.source]
-            found[rank].append(Message(message.backward, start, end))
+            found[rank].append(Transfer(message.backward, start, end))
         return found
 
     def _memory(self, rank: int) -> Text:
@@ -283,28 +298,31 @@ class _Drawing:
     def _item(sample: Text, name: str) -> Text:
         return Text.assemble(sample, f" {name}")
 
-    def _measured_lines(self) -> Iterator[Text]:
-        assert self.measured is not None
-        unit, planned, real = self.plan.unit, self.timeline.makespan_ns, self.measured.makespan_ns
+    def _measured_lines(self, measured: Measured) -> Iterator[Text]:
+        unit, planned, real = self.summary.unit, self.timeline.makespan_ns, measured.makespan_ns
         over = real / planned - 1 if planned else 0.0
         yield Text()
         yield self._line(
             f"measured makespan {unit.text(real)}, planned {unit.text(planned)}: {100 * over:+.1f} %",
             _BOLD,
         )
-        for kind, plan, got, count in kind_means(self.timeline, self.measured):
-            share = f"{100 * (got / plan - 1):+.1f} %" if plan else "free in the plan"
-            yield self._line(
-                f"  {kind.letter:<2} {count:>5} x  mean {unit.text(got)}, planned {unit.text(plan)}: {share}"
-            )
+        for kind, planned, real, count in kind_means(self.timeline, measured):
+            share = f"{100 * (real / planned - 1):+.1f} %" if planned else "free in the plan"
+            means = f"mean {unit.text(real)}, planned {unit.text(planned)}: {share}"
+            yield self._line(f"  {kind.letter:<2} {count:>5} x  {means}")
 
 
 def _count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def _ready(message: Sent, times: Mapping[Action, tuple[int, int]]) -> int | None:
-    """When the action that makes a message ends; None where the order lacks it."""
+def _times(timeline: Timeline) -> dict[Action, tuple[int, int]]:
+    """Return start and end of every action."""
+    return {a: (timeline.start[r][k], timeline.end[r][k]) for r, k, a in timeline.schedule.actions()}
+
+
+def _ready(message: Message, times: Mapping[Action, tuple[int, int]]) -> int | None:
+    """Return when the action that makes a message ends, or None where the order lacks it."""
     kinds = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD) if message.backward else (Kind.FORWARD,)
     made_by = (Action(kind, message.source, message.microbatch) for kind in kinds)
     return next((times[a][1] for a in made_by if a in times), None)

@@ -1,4 +1,4 @@
-"""Times, bytes and shares as people read them, and the ticks of a time axis."""
+"""Formats times, bytes and shares for people, and chooses the ticks of a time axis."""
 
 from __future__ import annotations
 
@@ -12,17 +12,25 @@ _BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 
 @dataclass(frozen=True, slots=True)
 class TimeUnit:
-    """A unit for a whole picture: ``size_ns`` nanoseconds called ``name``."""
+    """The unit of a whole picture.
+
+    Attributes
+    ----------
+    size_ns
+        Its length in ns.
+    name
+        How it is written.
+    """
 
     size_ns: int
     name: str
 
     def text(self, time_ns: int) -> str:
-        """A time with four significant digits and the unit."""
+        """Write a time with four significant digits and the unit."""
         return f"{self.number(time_ns)} {self.name}"
 
     def number(self, time_ns: int) -> str:
-        """A time with four significant digits, no unit."""
+        """Write a time with four significant digits and no unit."""
         value = time_ns / self.size_ns
         if time_ns % self.size_ns == 0 and value < 1e6:
             return str(time_ns // self.size_ns)
@@ -30,7 +38,15 @@ class TimeUnit:
 
 
 def time_unit(longest_ns: int, *, abstract: bool = False) -> TimeUnit:
-    """The unit in which ``longest_ns`` reads well. ``abstract``: costs that are no times, in ``units``."""
+    """Choose the unit in which a time reads well.
+
+    Parameters
+    ----------
+    longest_ns
+        The longest time to write.
+    abstract
+        The costs are not times: the unit is called ``units``.
+    """
     if abstract:
         return TimeUnit(1, "units")
     for size, name in _TIMES:
@@ -40,7 +56,7 @@ def time_unit(longest_ns: int, *, abstract: bool = False) -> TimeUnit:
 
 
 def format_bytes(count: int) -> str:
-    """Bytes with three significant digits and a binary unit: ``3.21 GiB``."""
+    """Write bytes with three significant digits and a binary unit: ``3.21 GiB``."""
     for size, name in _BYTES:
         if abs(count) >= size:
             value = count / size
@@ -49,12 +65,12 @@ def format_bytes(count: int) -> str:
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """A share as per cent: ``8.1 %``."""
+    """Write a share as per cent: ``8.1 %``."""
     return f"{100 * share:.{digits}f} %"
 
 
 def ticks(first_ns: int, last_ns: int, most: int) -> list[int]:
-    """Round times inside a window, at most ``most``, spaced by 1, 2 or 5 times a power of ten."""
+    """Return at most ``most`` round times from first to last, spaced by 1, 2 or 5 times a power of ten."""
     length = last_ns - first_ns
     if length <= 0 or most < 1:
         return [first_ns]

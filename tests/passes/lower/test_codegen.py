@@ -194,7 +194,7 @@ def test_insert_comm_takes_the_smallest_slots_that_cost_no_time(problem: Problem
     check(lowered.schedule, problem)
     assert lowered.schedule.compute_only() == schedule
     if lowered.send_slots is not None:
-        graph = EventGraph.of(lowered.schedule, problem, lowered.send_slots)
+        graph = EventGraph(lowered.schedule, problem, lowered.send_slots)
         assert graph.earliest() is not None
     assert lowered.value_ns <= insert_comm(schedule, problem).value_ns
     assert lowered.value_ns <= simulate(insert_communication(schedule, problem, 10_000), problem).value_ns
