@@ -44,7 +44,7 @@ def example(cap_microbatches: int | None = 4) -> ScheduleFile:
     schedule = insert_communication(to_schedule(zb_h1(4, 8), problem), problem)
     value = simulate(schedule, problem).span_ns
     return ScheduleFile(
-        schedule, problem, Certificate("span", value, value - MS, "window_chain"), (), "ZB-H1"
+        schedule, problem, Certificate("span", value, value - MS, "memory_windows"), (), "ZB-H1"
     )
 
 

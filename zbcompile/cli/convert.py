@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from zbcompile.cli.inputs import load_scheduled
 from zbcompile.cli.shared_options import add_schedule_input
+from zbcompile.compiler.lower import lower_order
 from zbcompile.formats import chrome_trace, measured_json, schedule_json, torch_csv
 from zbcompile.formats.fields import Fields, parse_json
 from zbcompile.formats.files import read_text, write_text
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.schedule.check import check
-from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.simulate import simulate
 from zbcompile.show.summary import unit_problem
 
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         schedule = file.schedule.compute_only()
         if arguments.communication:
             check(schedule, problem)
-            schedule = insert_communication(schedule, problem)
+            schedule = lower_order(schedule, problem).schedule
         file = replace(file, schedule=schedule)
     check(file.schedule, problem)
     write_text(arguments.output, _written(file, form))

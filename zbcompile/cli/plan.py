@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zbcompile.cli.inputs import load_problem, say
 from zbcompile.cli.shared_options import add_problem_options, add_search_options
+from zbcompile.compiler.lower import lower
 from zbcompile.formats import schedule_json
 from zbcompile.formats.files import write_text
-from zbcompile.schedule.check import checked_times
-from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.problem import Problem
-from zbcompile.schedule.simulate import Timeline
-from zbcompile.schedule.solution import Certificate, Solution
+from zbcompile.schedule.solution import Solution
 from zbcompile.show.summary import headline, proof_line, summarize
 from zbcompile.show.units import time_unit
 
 if TYPE_CHECKING:
     from zbcompile.planner.plan import Progress
 
-__all__ = ["add_options", "run", "with_communication"]
+__all__ = ["add_options", "run"]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -80,10 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
         solution = _found(problem, arguments, reporter)
     finally:
         reporter.close()
-    solution, timeline = with_communication(solution)
-    write_text(arguments.output, schedule_json.dumps(solution))
+    plan = lower(solution, merge=arguments.fuse != "never")
+    write_text(arguments.output, schedule_json.dumps(plan.solution))
     if not arguments.quiet:
-        summary = summarize(schedule_json.ScheduleFile.of(solution), timeline)
+        summary = summarize(schedule_json.ScheduleFile.of(plan.solution), plan.timeline)
         say(headline(summary))
         say(proof_line(summary))
     return 130 if reporter.interrupted else 0
@@ -114,11 +111,3 @@ def _found(problem: Problem, arguments: argparse.Namespace, reporter: _Reporter)
         for tried in result.tried:
             say(tried)
     return result.solution
-
-
-def with_communication(solution: Solution) -> tuple[Solution, Timeline]:
-    """Put sends and receives into the order of a solution, judge and time it again; the bound stays."""
-    schedule, old = insert_communication(solution.schedule, solution.problem), solution.certificate
-    timeline = checked_times(schedule, solution.problem)
-    certificate = Certificate(old.objective, timeline.value_ns, old.bound_ns, old.method, old.witness)
-    return replace(solution, schedule=schedule, certificate=certificate), timeline

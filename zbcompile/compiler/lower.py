@@ -12,9 +12,10 @@ from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.passes.lower.codegen import emit
 from zbcompile.passes.lower.insert_comm import CommSchedule, insert_comm, keep_comm
 from zbcompile.passes.lower.merge_backward import merge_backward
-from zbcompile.schedule.check import check
+from zbcompile.schedule.check import checked_times
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import Timeline
 from zbcompile.schedule.solution import Certificate, Solution
 
 __all__ = ["LoweredPlan", "codegen", "lower", "lower_order"]
@@ -30,10 +31,13 @@ class LoweredPlan:
         The problem, the order with its sends and receives, and the certificate of that order.
     comm
         The same order with what bounds the messages on their way.
+    timeline
+        When everything happens.
     """
 
     solution: Solution
     comm: CommSchedule
+    timeline: Timeline
 
     @property
     def schedule(self) -> Schedule:
@@ -82,10 +86,10 @@ def lower(
         one_communicator=one_communicator,
         observer=observer,
     )
-    check(comm.schedule, solution.problem)
+    timeline = checked_times(comm.schedule, solution.problem)
     observer("check", comm.schedule)
     certificate = replace(solution.certificate, value_ns=comm.value_ns)
-    return LoweredPlan(replace(solution, schedule=comm.schedule, certificate=certificate), comm)
+    return LoweredPlan(replace(solution, schedule=comm.schedule, certificate=certificate), comm, timeline)
 
 
 def lower_order(
