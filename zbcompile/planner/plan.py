@@ -9,6 +9,7 @@ from zbcompile.errors import UsageError
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.blocking_send import blocking_send_bound
 from zbcompile.planner.core.instance import check_caps
+from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.exact.proofs import (
     EXACT_ACTIONS,
     crossing_applies,
@@ -18,12 +19,12 @@ from zbcompile.planner.exact.proofs import (
     prove_from_below,
     quick_crossing_bound,
 )
-from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.improve.fuse import fusing_tries, improve_fusing
 from zbcompile.planner.incumbent import Incumbent, Progress
-from zbcompile.planner.search import Effort, Search, pattern_orders
+from zbcompile.planner.search import Effort, Search
 from zbcompile.planner.starts.initial import try_classic, try_list_schedules
 from zbcompile.planner.starts.merged import merged, taken_apart
+from zbcompile.planner.starts.offset_key_orders import offset_key_orders
 from zbcompile.planner.starts.stretch import stretch
 from zbcompile.planner.variants import fixed, offers_variants, plan_variants
 from zbcompile.schedule.problem import Problem
@@ -117,9 +118,8 @@ def quick_value(problem: Problem, seed: int, fuse: str) -> int | None:
     try_list_schedules(incumbent, tries=12, seed=seed)
     try_merged(incumbent, tries=12, seed=seed)
     if any(len(stages) > 1 for stages in incumbent.instance.stages_of):
-        for _, _, codes in pattern_orders(
-            incumbent, Annealer(incumbent.instance), Effort(6, 12, 0), random.Random(seed)
-        ):
+        scorer, rng = Scorer(incumbent.instance), random.Random(seed)
+        for _, _, codes in offset_key_orders(incumbent, scorer, rng, blocks=6, dispatches=12):
             incumbent.offer(codes, "pattern")
     return incumbent.value
 
@@ -167,7 +167,7 @@ def _plan_short(incumbent: Incumbent, seed: int, level: int) -> None:
     for folded in found + run.anneal_folded():
         incumbent.offer(folded.grown(m), "repeated")
     run.anneal()
-    whole = Annealer(instance)
+    whole = Scorer(instance)
     for _, codes in inner.pool[:2]:
         for stretched in stretch(instance, codes, count, whole):
             incumbent.offer(stretched, "stretched")

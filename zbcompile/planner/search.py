@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 
 from zbcompile.planner.core.dispatch import Dispatcher
 from zbcompile.planner.core.instance import Codes, Instance, is_chain
-from zbcompile.planner.core.tables import HAVE_NUMBA, unpack
+from zbcompile.planner.core.scorer import Scored, Scorer
+from zbcompile.planner.core.tables import HAVE_NUMBA
 from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.improve.fold import Folded, fold
 from zbcompile.planner.improve.redispatch import redispatched
 from zbcompile.planner.incumbent import Incumbent
 from zbcompile.planner.starts.kind_ranking import kind_ranking_orders
-from zbcompile.planner.starts.offset_keys import OffsetKeys, mutate, standard_patterns, waves_of
-from zbcompile.planner.starts.repeated_blocks import block_order
+from zbcompile.planner.starts.offset_key_orders import offset_key_orders
 from zbcompile.planner.starts.v_list import v_list_orders
 
-__all__ = ["Effort", "Search", "block_orders", "dispatched_orders", "pattern_orders"]
+__all__ = ["Effort", "Search"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,6 @@ class Effort:
         )
 
 
-Scored = tuple[int, int, Codes]
 _HEATS = (4e-4, 1.5e-4)
 _CHAIN_HEATS = (4e-4, 3e-3, 1e-3, 1.5e-4)
 """First temperatures to take in turn, as shares of the value; a chain's values lie further apart."""
@@ -62,114 +61,29 @@ _HOPELESS = 1.05
 """Orders longer than the best by this factor are not annealed, but three are always."""
 
 
-def block_orders(instance: Instance, annealer: Annealer, tries: int, rng: random.Random) -> list[Scored]:
-    """The two best orders of `tries` patterns decoded as repeated blocks."""
-    standard = standard_patterns(len(waves_of(instance)), instance.num_ranks)
-    pool: list[tuple[int, int, OffsetKeys, Codes]] = []
-    for k in range(tries):
-        if k < len(standard) or not pool:
-            pattern = standard[k % len(standard)]
-        else:
-            pattern = mutate(pool[rng.randrange(min(8, len(pool)))][2], rng)
-        codes = block_order(instance, pattern)
-        score = annealer.score(codes)
-        if score is not None and all(score != entry[:2] for entry in pool):
-            pool = sorted([*pool, (*score, pattern, codes)], key=lambda entry: entry[:2])[:12]
-    return [(value, score, codes) for value, score, _, codes in pool[:2]]
-
-
-def dispatched_orders(
-    instance: Instance,
-    annealer: Annealer,
-    dispatcher: Dispatcher,
-    tries: int,
-    period: int,
-    rng: random.Random,
-) -> list[Scored]:
-    """The two best orders of `tries` recipes decoded by keyed dispatch; it ends after a third without gain.
-
-    A recipe is a pattern and the most microbatches in flight per stage; both are changed, since
-    under a tight cap the limits decide more than the pattern.
-    """
-    standard = [
-        replace(pattern, period=period)
-        for pattern in standard_patterns(len(waves_of(instance)), instance.num_ranks)
-    ]
-    pool: list[tuple[int, int, OffsetKeys, list[int], Codes]] = []
-    gained = 0
-    for k in range(tries):
-        if k - gained > tries // 3:
-            break
-        turn, first = divmod(k, len(standard))
-        if turn < 3 or not pool:
-            pattern = standard[first]
-            keys, flying = pattern.keys(instance)
-            flying = [limit + turn for limit in flying]
-        else:
-            _, _, pattern, flying, _ = pool[rng.randrange(min(8, len(pool)))]
-            if rng.random() < 0.5:
-                pattern = mutate(pattern, rng)
-            else:
-                flying = list(flying)
-                for _ in range(rng.randint(1, 3)):
-                    s = rng.randrange(len(flying))
-                    flying[s] = max(1, flying[s] + rng.choice((-1, 1)))
-            keys, _ = pattern.keys(instance)
-        line = dispatcher.run_line(keys, flying, pattern.share)
-        score = None if line is None else annealer.score_line(dispatcher.offsets, line)
-        if score is None or (len(pool) == 16 and score >= pool[-1][:2]):
-            continue
-        if all(score != entry[:2] for entry in pool):
-            gained = k if not pool or score[0] < pool[0][0] else gained
-            codes = unpack(instance, dispatcher.offsets, line)
-            pool = sorted([*pool, (*score, pattern, flying, codes)], key=lambda entry: entry[:2])[:16]
-    return [(entry[0], entry[1], entry[4]) for entry in pool[:2]]
-
-
-def pattern_orders(
-    incumbent: Incumbent, annealer: Annealer, effort: Effort, rng: random.Random
-) -> list[Scored]:
-    """Orders from patterns by both decoders, as far as the time goes."""
-    found: list[Scored] = []
-    several = any(len(stages) > 1 for stages in incumbent.instance.stages_of)
-    if several and incumbent.seconds_left > 0:
-        found = block_orders(incumbent.instance, annealer, effort.blocks, rng)
-    dispatcher, slots = (
-        Dispatcher(incumbent.instance),
-        3 * -(-incumbent.instance.num_stages // incumbent.instance.num_ranks),
-    )
-    periods = (slots, slots + 2, slots + 3, slots + 2, slots + 3, slots) if several else (slots, 2 * slots)
-    for period in periods:
-        own = random.Random(rng.random())
-        if incumbent.seconds_left > 0:
-            found += dispatched_orders(
-                incumbent.instance, annealer, dispatcher, effort.dispatches, period, own
-            )
-    return found
-
-
 class Search:
     """A search in steps: `start` collects orders, `anneal_folded` and `anneal` improve them by halving."""
 
     def __init__(self, incumbent: Incumbent, effort: Effort, seed: int) -> None:
         self.incumbent, self.effort, self.seed = incumbent, effort, seed
-        self.annealer = Annealer(incumbent.instance)
+        self.scorer = Scorer(incumbent.instance)
         self.pool: list[Scored] = []
 
     def start(self, seeds: list[Codes]) -> None:
         """Take the best of the orders given and of those made in turns, ranked or rewoven."""
-        instance, annealer, rng = self.incumbent.instance, self.annealer, random.Random(self.seed)
-        scored = _distinct(_scored(annealer, seeds))
+        instance, scorer, rng = self.incumbent.instance, self.scorer, random.Random(self.seed)
+        scored = _distinct(_scored(scorer, seeds))
         most = int(scored[0][0] * _HOPELESS) if scored else None
-        scored += v_list_orders(instance, annealer, most, self._over)
-        scored += kind_ranking_orders(instance, annealer, Dispatcher(instance), rng, self._over)
+        scored += v_list_orders(instance, scorer, most, self._over)
+        scored += kind_ranking_orders(instance, scorer, Dispatcher(instance), rng, self._over)
         found = _distinct(scored)[:4]
         self._offer(found + self._rewoven([codes for _, _, codes in found]))
 
     def add_patterns(self) -> None:
         """Take the orders that patterns make."""
         rng = random.Random(self.seed)
-        self._offer(pattern_orders(self.incumbent, self.annealer, self.effort, rng))
+        blocks, dispatches = self.effort.blocks, self.effort.dispatches
+        self._offer(offset_key_orders(self.incumbent, self.scorer, rng, blocks=blocks, dispatches=dispatches))
 
     def _offer(self, found: list[Scored]) -> None:
         self._take(found)
@@ -185,7 +99,7 @@ class Search:
         dispatcher = Dispatcher(instance)
         for k, codes in enumerate(orders):
             rng = random.Random(self.seed + k)
-            found += redispatched(instance, codes, self.annealer, dispatcher, tries, rng, self._over)
+            found += redispatched(instance, codes, self.scorer, dispatcher, tries, rng, self._over)
         return found
 
     def _over(self) -> bool:
@@ -198,12 +112,12 @@ class Search:
         """
         incumbent = self.incumbent
         starts = [
-            fold(incumbent.instance, codes, self.annealer)
+            fold(incumbent.instance, codes, self.scorer)
             for _, _, codes in self.pool
             if incumbent.seconds_left > reserve_s
         ]
         found = self._halve([start for start in starts if start is not None], reserve_s, last)
-        self._take(_scored(self.annealer, [folded.unfold() for folded in found]))
+        self._take(_scored(self.scorer, [folded.unfold() for folded in found]))
         return found
 
     def _take(self, found: list[Scored]) -> None:
@@ -229,7 +143,7 @@ class Search:
                 codes = improved.unfold()
                 incumbent.offer(codes, "search")
                 incumbent.report("search")
-                score = self.annealer.score(codes)
+                score = self.scorer.score(codes)
                 if score is not None:
                     found.append((score, improved))
                 if incumbent.done:
@@ -271,10 +185,10 @@ class Search:
                 halted.set()
 
 
-def _scored(annealer: Annealer, orders: list[Codes]) -> list[Scored]:
+def _scored(scorer: Scorer, orders: list[Codes]) -> list[Scored]:
     scored = []
     for codes in orders:
-        score = annealer.score(codes)
+        score = scorer.score(codes)
         if score is not None:
             scored.append((*score, codes))
     return scored

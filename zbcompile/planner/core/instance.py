@@ -18,6 +18,9 @@ KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACK
 Codes = list[list[tuple[int, int]]]
 """An order per rank as (kind, stage) pairs; the microbatch is how often the pair came before."""
 
+Op = tuple[int, int, int]
+"""An action as (kind, stage, microbatch)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Instance:

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from zbcompile.planner.core.instance import B, Codes, F, Instance, W
+from zbcompile.planner.core.instance import B, Codes, F, Instance, Op, W
+from zbcompile.planner.core.latest_starts import latest_starts
 from zbcompile.planner.core.paths import NO_PATH, Paths
 from zbcompile.planner.core.score import evaluate
 from zbcompile.planner.exact.solver import run
 
 __all__ = ["ExactResult", "ask_below", "exact_unit", "refute", "solve_exact", "split_is_exact"]
-
-Op = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +172,7 @@ class _Model:
 
     def hint(self, codes: Codes) -> None:
         """A complete, feasible hint: every start and every boolean of a known order."""
-        starts = right_shifted_starts(self.instance, codes)
+        starts = latest_starts(self.instance, codes)
         for op, variable in self.start.items():
             self.model.add_hint(variable, starts[op] // self.unit)
         for (a, b), literal in self.before.items():
@@ -192,55 +191,6 @@ class _Model:
             ops.sort(key=lambda op: (solver.value(self.start[op]), self.length(op), op[2], op[0], way(op)))
             rows.append([(kind, s) for kind, s, _ in ops])
         return rows
-
-
-def right_shifted_starts(instance: Instance, codes: Codes) -> dict[Op, int]:
-    """Starts with every rank's end as early as possible and all else as late as that allows."""
-    times = (instance.forward, instance.backward, instance.weight)
-    order = []
-    seen: dict[tuple[int, int], int] = {}
-    for row in codes:
-        ops = []
-        for kind, s in row:
-            i = seen.get((kind, s), 0)
-            seen[kind, s] = i + 1
-            ops.append((kind, s, i))
-        order.append(ops)
-    early: dict[Op, int] = {}
-    trail: list[tuple[int, Op]] = []
-    position, clock = [0] * len(order), [0] * len(order)
-    moved = True
-    while moved:
-        moved = False
-        for rank, ops in enumerate(order):
-            while position[rank] < len(ops):
-                op = ops[position[rank]]
-                waits = _waits(instance, op)
-                if any(other not in early for other, _ in waits):
-                    break
-                begin = max([clock[rank], *(early[o] + times[o[0]][o[1]] + lag for o, lag in waits)])
-                early[op], clock[rank] = begin, begin + times[op[0]][op[1]]
-                trail.append((rank, op))
-                position[rank] += 1
-                moved = True
-    late = list(clock)
-    starts: dict[Op, int] = {}
-    limit: dict[Op, int] = {}
-    for rank, op in reversed(trail):
-        late[rank] = min(late[rank], limit.get(op, late[rank])) - times[op[0]][op[1]]
-        starts[op] = late[rank]
-        for other, lag in _waits(instance, op):
-            limit[other] = min(limit.get(other, starts[op] - lag), starts[op] - lag)
-    return starts
-
-
-def _waits(instance: Instance, op: Op) -> list[tuple[Op, int]]:
-    kind, s, i = op
-    if kind == F:
-        return [((F, other, i), lag) for other, lag in instance.forward_from[s]]
-    if kind == W:
-        return [((B, s, i), 0)]
-    return [((F, s, i), 0), *(((B, other, i), lag) for other, lag in instance.backward_from[s])]
 
 
 def safe_horizon(instance: Instance, upper: int) -> int:

@@ -13,6 +13,7 @@ from ortools.sat.python import cp_model
 from zbcompile.planner.bounds.analytic import Bound
 from zbcompile.planner.core.instance import BW, Codes, is_chain
 from zbcompile.planner.core.paths import Paths
+from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.exact.crossing import crossing_bound, grids, most_likely_ranks, rounding_loss, shifted
 from zbcompile.planner.exact.model import ask_below, exact_unit, solve_exact, split_is_exact
 from zbcompile.planner.improve.anneal import Annealer
@@ -276,9 +277,10 @@ class _Lane:
         }
         orders: list[Codes] = []
         if found.codes is not None:
-            annealer = Annealer(self.real)
-            if annealer.score(found.codes) is not None:
-                orders = [found.codes, annealer.run(found.codes, TRIES, seed=self.seed + 1, goal=self.known)]
-                scores = [annealer.score(codes) for codes in orders]
+            scorer = Scorer(self.real)
+            if scorer.score(found.codes) is not None:
+                annealed = Annealer(self.real).run(found.codes, TRIES, seed=self.seed + 1, goal=self.known)
+                orders = [found.codes, annealed]
+                scores = [scorer.score(codes) for codes in orders]
                 self.value = min(self.value, *(score[0] for score in scores if score is not None))
         return Bound(head + found.value_ns, "crossing", self.instance.objective, witness), orders

@@ -13,8 +13,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from zbcompile.planner.core.instance import BW, Codes, Instance
-from zbcompile.planner.exact.model import right_shifted_starts
-from zbcompile.planner.improve.anneal import Annealer
+from zbcompile.planner.core.latest_starts import latest_starts
+from zbcompile.planner.core.scorer import Scorer
 
 __all__ = ["Folded", "fold"]
 
@@ -53,13 +53,13 @@ class Folded:
         return None if left or repeats < 0 else replace(self, repeats=repeats).unfold()
 
 
-def fold(instance: Instance, codes: Codes, annealer: Annealer) -> Folded | None:
+def fold(instance: Instance, codes: Codes, scorer: Scorer) -> Folded | None:
     """The order without repetitions of the smallest block that repeats; ``None`` where no middle does.
 
     One copy of the block stays where the middle has no idle time; otherwise up to four.
-    annealer : of ``instance``.
+    scorer : of ``instance``.
     """
-    value = annealer.score(codes)
+    value = scorer.score(codes)
     if value is None or any(kind == BW for row in codes for kind, _ in row):
         return None
     starts = _row_starts(instance, codes)
@@ -72,7 +72,7 @@ def fold(instance: Instance, codes: Codes, annealer: Annealer) -> Folded | None:
             folded = _fold_at(instance, codes, *middle, q, copies)
             if folded is None or folded.unfold() != codes:
                 continue
-            short = Annealer(folded.instance).score(folded.codes)
+            short = Scorer(folded.instance).score(folded.codes)
             if short is None or (copies == 1 and short[0] + folded.repeats * q * work != value[0]):
                 continue
             return folded
@@ -81,7 +81,7 @@ def fold(instance: Instance, codes: Codes, annealer: Annealer) -> Folded | None:
 
 def _row_starts(instance: Instance, codes: Codes) -> list[list[int]]:
     """Start time of every action, row by row."""
-    starts = right_shifted_starts(instance, codes)
+    starts = latest_starts(instance, codes)
     rows = []
     for row in codes:
         seen: Counter[tuple[int, int]] = Counter()

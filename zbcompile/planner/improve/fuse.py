@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W, shaped
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.core.score import fits
-from zbcompile.planner.improve.anneal import Annealer
+from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.improve.jitter import jittered_mean
 from zbcompile.planner.incumbent import Incumbent
-from zbcompile.planner.search import Effort, pattern_orders
 from zbcompile.planner.starts.fused_patterns import (
     FusedPattern,
     fused_list_schedule,
@@ -26,6 +25,7 @@ from zbcompile.planner.starts.fused_patterns import (
     window_choices,
 )
 from zbcompile.planner.starts.list_schedule import Recipe, standard_limits
+from zbcompile.planner.starts.offset_key_orders import offset_key_orders
 
 __all__ = ["fuse_range", "fusing_tries", "improve_fusing", "matters", "split_range"]
 
@@ -195,9 +195,8 @@ class _Search:
 
     def offset_patterns(self) -> None:
         """Several stages per rank: the patterns of the split search, as they are and all fused."""
-        annealer = Annealer(self.best.instance)
-        effort = Effort(20, 40, 0)
-        for _, _, codes in pattern_orders(self.best, annealer, effort, random.Random(self.seed)):
+        scorer, rng = Scorer(self.best.instance), random.Random(self.seed)
+        for _, _, codes in offset_key_orders(self.best, scorer, rng, blocks=20, dispatches=40):
             for order in (codes, shaped(codes, "always")):
                 if self.over:
                     return

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from zbcompile.planner.core.dispatch import Dispatcher
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
+from zbcompile.planner.core.latest_starts import latest_starts
+from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.core.tables import unpack
-from zbcompile.planner.exact.model import right_shifted_starts
-from zbcompile.planner.improve.anneal import Annealer
 
 __all__ = ["redispatched"]
 
@@ -37,7 +37,7 @@ class _Recipe:
 def redispatched(
     instance: Instance,
     codes: Codes,
-    annealer: Annealer,
+    scorer: Scorer,
     dispatcher: Dispatcher,
     tries: int,
     rng: random.Random,
@@ -48,11 +48,11 @@ def redispatched(
     codes : a legal order without BW. tries : of the evolution, after the 32 first recipes. stop : asked
     before every recipe whether to end early.
     """
-    given = annealer.score(codes)
+    given = scorer.score(codes)
     if given is None or any(kind == BW for row in codes for kind, _ in row):
         return []
     S, m = instance.num_stages, instance.num_microbatches
-    starts = right_shifted_starts(instance, codes)
+    starts = latest_starts(instance, codes)
     rows = [[starts[kind, s, i] for i in range(m)] for kind in (F, B, W) for s in range(S)]
     longest = max(instance.weight)
     most = _in_flight(instance, codes)
@@ -74,7 +74,7 @@ def redispatched(
             recipe = _mutate(pool[rng.randrange(min(4, len(pool)))][1], most, longest, m, rng)
         keys = [key + late for row, late in zip(rows, recipe.shift, strict=True) for key in row]
         line = dispatcher.run_line(keys, recipe.flying, recipe.share)
-        score = None if line is None else annealer.score_line(dispatcher.offsets, line)
+        score = None if line is None else scorer.score_line(dispatcher.offsets, line)
         if line is None or score is None or (len(pool) == 16 and score >= pool[-1][0]):
             continue
         if all(score != known for known, _, _ in pool):

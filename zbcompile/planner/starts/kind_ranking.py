@@ -14,8 +14,8 @@ from math import factorial
 
 from zbcompile.planner.core.dispatch import Dispatcher
 from zbcompile.planner.core.instance import Codes, Instance
+from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.core.tables import unpack
-from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.starts.offset_keys import waves_of
 
 __all__ = ["kind_ranking_orders"]
@@ -27,7 +27,7 @@ _SHARES = (50, 100)
 
 def kind_ranking_orders(
     instance: Instance,
-    annealer: Annealer,
+    scorer: Scorer,
     dispatcher: Dispatcher,
     rng: random.Random,
     stop: Callable[[], bool] = lambda: False,
@@ -52,7 +52,7 @@ def kind_ranking_orders(
                 keys.extend(range(first, first + m))
         for share in _SHARES:
             line = dispatcher.run_line(keys, [m] * instance.num_stages, share)
-            score = None if line is None else annealer.score_line(dispatcher.offsets, line)
+            score = None if line is None else scorer.score_line(dispatcher.offsets, line)
             if line is None or score is None or (len(pool) == 2 and score >= pool[-1][:2]):
                 continue
             if all(score != entry[:2] for entry in pool):

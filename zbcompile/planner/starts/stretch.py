@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from zbcompile.planner.core.dispatch import Dispatcher
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
-from zbcompile.planner.exact.model import right_shifted_starts
-from zbcompile.planner.improve.anneal import Annealer
+from zbcompile.planner.core.latest_starts import latest_starts
+from zbcompile.planner.core.scorer import Scorer
 
 __all__ = ["short_instance", "stretch"]
 
@@ -17,7 +17,7 @@ def short_instance(instance: Instance, count: int) -> Instance:
     return replace(instance, num_microbatches=count)
 
 
-def stretch(instance: Instance, codes: Codes, count: int, annealer: Annealer) -> list[Codes]:
+def stretch(instance: Instance, codes: Codes, count: int, scorer: Scorer) -> list[Codes]:
     """Orders of ``instance`` from an order with ``count`` microbatches and no BW, best first.
 
     Microbatches c .. c + q - 1 of the middle are repeated: their start times, moved on by the time that
@@ -27,7 +27,7 @@ def stretch(instance: Instance, codes: Codes, count: int, annealer: Annealer) ->
     if any(kind == BW for row in codes for kind, _ in row):
         return []
     short = short_instance(instance, count)
-    starts = right_shifted_starts(short, codes)
+    starts = latest_starts(short, codes)
     extra = instance.num_microbatches - count
     dispatcher = Dispatcher(instance)
     found: list[tuple[tuple[int, int], Codes]] = []
@@ -39,7 +39,7 @@ def stretch(instance: Instance, codes: Codes, count: int, annealer: Annealer) ->
                 continue
             times = _times(short, starts, c, q, extra)
             for decoded in (_sorted_by(instance, times), _dispatched(instance, dispatcher, times)):
-                score = None if decoded is None else annealer.score(decoded)
+                score = None if decoded is None else scorer.score(decoded)
                 if decoded is not None and score is not None:
                     found.append((score, decoded))
     found.sort(key=lambda entry: entry[0])

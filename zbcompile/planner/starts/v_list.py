@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from zbcompile.planner.core.instance import B, Codes, F, Instance, W
-from zbcompile.planner.improve.anneal import Annealer
+from zbcompile.planner.core.scorer import Scorer
 
 __all__ = ["Settings", "is_v", "v_list_order", "v_list_orders"]
 
@@ -188,7 +188,7 @@ def v_list_order(instance: Instance, settings: Settings) -> Codes | None:
 
 def v_list_orders(
     instance: Instance,
-    annealer: Annealer,
+    scorer: Scorer,
     most: int | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[tuple[int, int, Codes]]:
@@ -204,7 +204,7 @@ def v_list_orders(
 
     def take(settings: Settings) -> None:
         codes = v_list_order(instance, settings)
-        score = None if codes is None else annealer.score(codes)
+        score = None if codes is None else scorer.score(codes)
         if codes is not None and score is not None and all(score != entry[:2] for entry in pool):
             pool.append((*score, codes))
             pool.sort(key=lambda entry: entry[:2])
