@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from zbcompile.errors import NoOrderError
-from zbcompile.planner.bounds.analytic import Bound
+from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.instance import Codes, Instance, shaped, to_schedule
 from zbcompile.planner.core.score import fits, value_of
 from zbcompile.planner.core.times import Clock

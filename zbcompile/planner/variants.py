@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from zbcompile.errors import InfeasibleError
-from zbcompile.planner.bounds.analytic import Bound, best_bound
+from zbcompile.planner.bounds.analytic import best_bound
+from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.bounds.blocking_send import blocking_send_bound
 from zbcompile.planner.core.instance import check_caps
 from zbcompile.planner.incumbent import Progress

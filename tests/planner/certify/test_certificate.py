@@ -17,7 +17,8 @@ from tests.planner.test_variants import recompute
 from tests.support.planner_cases import random_placement, random_problem
 from zbcompile.errors import CheckError
 from zbcompile.formats import schedule_json
-from zbcompile.planner.bounds.analytic import Bound, analytic_bounds
+from zbcompile.planner.bounds.analytic import analytic_bounds
+from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.certify.certificate import explain, verify, verify_certificate
 from zbcompile.planner.certify.derive import Derivation, Facts, derivations
 from zbcompile.planner.core.instance import Instance, to_schedule

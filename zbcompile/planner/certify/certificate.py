@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import cast
 
 from zbcompile.errors import CheckError, UsageError
-from zbcompile.planner.bounds.blocking_send import stand_in
+from zbcompile.planner.bounds.blocking_send import instant_links
 from zbcompile.planner.certify.derive import Derivation, Facts, Witness, derivations, rank_of, refuse
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import StageCost
@@ -141,7 +141,7 @@ def _holding(
     problem: Problem, witness: Witness, out: Derivation, solver: _Solver, solution: Solution | None
 ) -> int:
     """Sends hold up their rank: travel times belong to F and B, less one last message."""
-    pair = stand_in(problem)
+    pair = instant_links(problem)
     method = witness.get("of")
     if pair is None or not isinstance(method, str) or method == "blocking_send":
         raise refuse("sends hold up nobody here", given=method)

@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from ortools.sat.python import cp_model
 
-from zbcompile.planner.bounds.analytic import Bound
+from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.instance import BW, Codes, is_chain
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.core.scorer import Scorer

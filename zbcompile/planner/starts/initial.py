@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from zbcompile.planner.bounds.warmup import climb
+from zbcompile.planner.bounds.warmup import warmup_forwards
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W, is_chain
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.incumbent import Incumbent
@@ -98,7 +98,7 @@ def warmup_limits(instance: Instance, paths: Paths, target: int) -> list[tuple[i
     found: list[tuple[int, ...]] = []
     if is_chain(instance):
         for permille in (0, 2, 5, 10, 20):
-            counts = climb(instance, paths, target + target * permille // 1000)
+            counts = warmup_forwards(instance, paths, target + target * permille // 1000)
             if counts is not None and counts not in found:
                 found.append(counts)
     return found
