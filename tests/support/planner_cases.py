@@ -7,10 +7,11 @@ import random
 from collections.abc import Iterator
 from functools import cache
 
-from zbcompile.planner.core.instance import B, F, Instance, W, least_room
+from zbcompile.planner.core.instance import B, F, Instance, W
 from zbcompile.planner.core.score import fits, value_of
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.least_memory import least_headroom
 from zbcompile.schedule.problem import Problem
 
 
@@ -51,11 +52,8 @@ def random_problem(
     profile = Profile(stages, link=Link(rng.randint(0, 2)))
     objective = objective or rng.choice(("span", "makespan"))
     problem = Problem.of(profile, placement, microbatches, None, objective)
-    instance = Instance.of(problem)
-    caps = tuple(
-        max(least_room(instance, r), int(least_room(instance, r) * rng.uniform(1, microbatches)))
-        for r in range(ranks)
-    )
+    least = [least_headroom(problem, r) for r in range(ranks)]
+    caps = tuple(max(need, int(need * rng.uniform(1, microbatches))) for need in least)
     return problem.with_(caps=caps)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from zbcompile.errors import UsageError
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.blocking_send import blocking_send_bound
-from zbcompile.planner.core.instance import check_caps
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.exact.proofs import (
     EXACT_ACTIONS,
@@ -22,11 +21,12 @@ from zbcompile.planner.exact.proofs import (
 from zbcompile.planner.improve.fuse import fusing_tries, improve_fusing
 from zbcompile.planner.incumbent import Incumbent, Progress
 from zbcompile.planner.search import Effort, Search
+from zbcompile.planner.starts.coarse import coarse_problem, taken_apart
 from zbcompile.planner.starts.initial import try_classic, try_list_schedules
-from zbcompile.planner.starts.merged import merged, taken_apart
 from zbcompile.planner.starts.offset_key_orders import offset_key_orders
 from zbcompile.planner.starts.stretch import stretch
 from zbcompile.planner.variants import fixed, offers_variants, plan_variants
+from zbcompile.schedule.least_memory import check_caps
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
 
@@ -83,7 +83,7 @@ def plan(
         try_classic(incumbent)
         tries = max(60, min(300, 150_000 // actions)) if problem.transport == "async" else 12
         try_list_schedules(incumbent, tries=tries, seed=seed)
-        try_merged(incumbent, tries=tries // 2, seed=seed)
+        try_coarse(incumbent, tries=tries // 2, seed=seed)
         if fuse == "auto":
             share = 0.3 if problem.transport == "async" else 0.9
             improve_fusing(incumbent, tries=fusing_tries(actions) * level, seed=seed, share=share)
@@ -99,12 +99,14 @@ def plan(
     return incumbent.solution()
 
 
-def try_merged(incumbent: Incumbent, tries: int, seed: int) -> None:
+def try_coarse(incumbent: Incumbent, tries: int, seed: int) -> None:
     """Where ranks hold neighbouring stages: orders of the problem with each rank's stages as one."""
-    whole = merged(incumbent.problem)
-    if whole is None or incumbent.done:
+    coarse = coarse_problem(incumbent.problem)
+    if coarse is None or incumbent.done:
         return
-    inner = Incumbent(whole, best_bound(whole), time_limit_s=incumbent.seconds_left / 3, fuse=incumbent.fuse)
+    inner = Incumbent(
+        coarse, best_bound(coarse), time_limit_s=incumbent.seconds_left / 3, fuse=incumbent.fuse
+    )
     try_classic(inner)
     try_list_schedules(inner, tries=tries, seed=seed)
     for _, codes in inner.pool:
@@ -116,7 +118,7 @@ def quick_value(problem: Problem, seed: int, fuse: str) -> int | None:
     incumbent = Incumbent(problem, best_bound(problem), time_limit_s=2.0, fuse=fuse)
     try_classic(incumbent)
     try_list_schedules(incumbent, tries=12, seed=seed)
-    try_merged(incumbent, tries=12, seed=seed)
+    try_coarse(incumbent, tries=12, seed=seed)
     if any(len(stages) > 1 for stages in incumbent.instance.stages_of):
         scorer, rng = Scorer(incumbent.instance), random.Random(seed)
         for _, _, codes in offset_key_orders(incumbent, scorer, rng, blocks=6, dispatches=12):

@@ -15,11 +15,11 @@ from dataclasses import replace
 
 from zbcompile.errors import InfeasibleError
 from zbcompile.planner.bounds.analytic import best_bound
-from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.bounds.blocking_send import blocking_send_bound
-from zbcompile.planner.core.instance import check_caps
+from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.incumbent import Progress
 from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.least_memory import check_caps
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Certificate, Solution
 

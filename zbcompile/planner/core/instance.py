@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zbcompile.errors import InfeasibleError
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.rules import Rules, durations
 
-__all__ = ["BW", "B", "F", "W", "Instance", "check_caps", "shaped", "to_codes", "to_schedule"]
+__all__ = ["BW", "B", "F", "W", "Instance", "is_chain", "shaped", "to_codes", "to_schedule"]
 
 F, B, W, BW = 0, 1, 2, 3
 KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
@@ -109,43 +108,6 @@ def is_chain(instance: Instance) -> bool:
         and [other for other, _ in instance.backward_from[s]] == ([s + 1] if s < last else [])
         for s in range(last + 1)
     )
-
-
-def least_room(instance: Instance, rank: int) -> int:
-    """Bytes that one microbatch at a time needs on a rank: all F's held, then B's from the last stage.
-
-    Where M_W > M_B the stage may run fused, which needs no M_W. No order needs less when the rank's
-    every F comes before its first B, as in any chain of stages.
-    """
-    return sum(instance.saved[s] for s in instance.stages_of[rank])
-
-
-def check_caps(problem: Problem, *, fusing: bool = True) -> None:
-    """Raise `InfeasibleError` naming the rank that lacks most and the least cap that works there."""
-    instance = Instance.of(problem)
-    worst: tuple[int, int, int] | None = None
-    for rank, stages in enumerate(instance.stages_of):
-        cap = problem.caps[rank]
-        if cap is None:
-            continue
-        need = least_room(instance, rank)
-        if not fusing:
-            held = need
-            for s in sorted(stages, reverse=True):
-                need = max(need, held - instance.saved[s] + instance.pending[s])
-                held -= instance.saved[s]
-        lacking = need + problem.static_bytes(rank) - cap
-        if lacking > 0 and (worst is None or lacking > worst[0]):
-            worst = (lacking, rank, need + problem.static_bytes(rank))
-    if worst is not None:
-        _, rank, least = worst
-        raise InfeasibleError(
-            f"no order fits: one microbatch alone needs {least} bytes on rank {rank}",
-            where=f"rank {rank}",
-            needed=least,
-            given=problem.caps[rank],
-            fix=f"raise the cap of rank {rank} to {least} bytes, or offer a variant that saves less",
-        )
 
 
 def to_schedule(codes: Sequence[Sequence[tuple[int, int]]], problem: Problem) -> Schedule:
