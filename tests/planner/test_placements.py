@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.support.strategies import greedy_order
 from zbcompile.errors import InfeasibleError, UsageError
 from zbcompile.planner.core.instance import to_codes, to_schedule
+from zbcompile.planner.incumbent import Progress
 from zbcompile.planner.placements import contiguous, placements_for, plan_auto
-from zbcompile.planner.plan import Progress, plan
+from zbcompile.planner.plan import plan
 from zbcompile.planner.starts.coarse import coarse_problem, taken_apart
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Link, Profile, StageCost

@@ -1,4 +1,4 @@
-"""Patterns, keyed dispatch and annealing: legal orders, never longer, the same with and without numba."""
+"""Offset keys, keyed dispatch and annealing: legal orders, never longer, alike with and without numba."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zbcompile.planner.improve.redispatch import redispatched
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts import classic
 from zbcompile.planner.starts.initial import one_at_a_time
-from zbcompile.planner.starts.offset_keys import mutate, standard_patterns, waves_of
+from zbcompile.planner.starts.offset_keys import mutate, standard_offset_keys, waves_of
 from zbcompile.planner.starts.stretch import short_instance, stretch
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
@@ -144,15 +144,15 @@ def test_search_is_shorter_than_the_published_order_at_half_memory() -> None:
     assert after[0] < 0.98 * before[0]
 
 
-def test_patterns_decode_on_every_placement() -> None:
+def test_offset_keys_decode_on_every_placement() -> None:
     rng = random.Random(0)
     for placement in (Placement.v(4), Placement.looped(3, 3), Placement((0, 1, 1, 2, 0)), Placement.v(2, 3)):
         profile = Profile.uniform(StageCost.simple(3, 3, 2), placement.num_stages, 1)
         instance = Instance.of(Problem.of(profile, placement, 6))
         dispatcher = Dispatcher(instance)
-        for pattern in standard_patterns(len(waves_of(instance)), instance.num_ranks):
-            keys, flying = mutate(pattern, rng).keys(instance)
-            codes = dispatcher.run(keys, flying)
+        for offset_keys in standard_offset_keys(len(waves_of(instance)), instance.num_ranks):
+            keys, in_flight = mutate(offset_keys, rng).keys(instance)
+            codes = dispatcher.run(keys, in_flight)
             assert codes is None or evaluate(instance, codes) is not None
 
 

@@ -12,7 +12,8 @@ from tests.planner.improve.test_fuse import brute_force_with_fusing
 from tests.support.planner_cases import brute_force, random_placement
 from zbcompile.errors import InfeasibleError
 from zbcompile.planner.core.instance import Instance
-from zbcompile.planner.plan import Progress, plan
+from zbcompile.planner.incumbent import Progress
+from zbcompile.planner.plan import plan
 from zbcompile.planner.variants import candidates, cheapest, fixed, joint_bound, offers_variants
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Link, Profile, StageCost

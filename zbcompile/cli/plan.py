@@ -1,6 +1,6 @@
 """``zbcompile plan``: finds the best order for a profile.
 
-The planner is imported when the command runs: its solver takes most of a second to load.
+The planner proper is imported when the command runs: its solver takes most of a second to load.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from zbcompile.cli.inputs import load_problem, say
 from zbcompile.cli.shared_options import add_problem_options, add_search_options
 from zbcompile.formats import schedule_json
 from zbcompile.formats.files import write_text
+from zbcompile.planner.incumbent import PlanState, Progress
 from zbcompile.schedule.check import checked_times
 from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.problem import Problem
@@ -21,9 +21,6 @@ from zbcompile.schedule.simulate import Timeline
 from zbcompile.schedule.solution import Certificate, Solution
 from zbcompile.show.summary import headline, proof_line, summarize
 from zbcompile.show.units import time_unit
-
-if TYPE_CHECKING:
-    from zbcompile.planner.plan import Progress
 
 __all__ = ["add_options", "run", "with_communication"]
 
@@ -46,7 +43,7 @@ class _Reporter:
         self.rewrite = sys.stderr.isatty()
 
     def __call__(self, progress: Progress) -> None:
-        self.interrupted |= progress.step == "interrupted"
+        self.interrupted |= progress.state is PlanState.INTERRUPTED
         if self.quiet:
             return
         unit = time_unit(progress.bound_ns)

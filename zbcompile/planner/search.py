@@ -1,4 +1,4 @@
-"""Search beyond the first orders: patterns and list schedules evolved, then annealing by halving.
+"""Search beyond the first orders: more orders to begin with, then annealing by halving.
 
 Everything is counted in tries, so that a seed decides the result; the time limit only cuts it off.
 """
@@ -31,19 +31,25 @@ __all__ = ["Effort", "Search"]
 class Effort:
     """How much to search.
 
-    blocks, dispatches : patterns tried by each decoder. tries : annealing tries per order in the first
-    round; three times as many in each further round, over the better third of the orders. seeds : most
-    orders annealed: few where every try is slow.
+    Attributes
+    ----------
+    blocks, dispatches
+        Tries of each decoder of offset keys.
+    tries
+        Annealing tries per order in the first round; three times as many in each further round, over the
+        better third of the orders.
+    orders
+        Most orders annealed: few where every try is slow.
     """
 
-    blocks: int = 40
-    dispatches: int = 400
-    tries: int = 10_000
-    seeds: int = 12
+    blocks: int
+    dispatches: int
+    tries: int
+    orders: int
 
     @staticmethod
     def of(instance: Instance, level: int = 1) -> Effort:
-        """A budget that shrinks with the number of actions, so that the seconds stay in bounds."""
+        """Return a budget that shrinks with the number of actions, so that the seconds stay in bounds."""
         actions = 3 * instance.num_stages * instance.num_microbatches
         scale = min(1.0, 1200 / actions)
         return Effort(
@@ -62,25 +68,35 @@ _HOPELESS = 1.05
 
 
 class Search:
-    """A search in steps: `start` collects orders, `anneal_folded` and `anneal` improve them by halving."""
+    """A search in steps: `start` collects orders, `anneal_folded` and `anneal` improve them by halving.
+
+    Parameters
+    ----------
+    incumbent
+        The problem, its best order, and the time that is left.
+    effort
+        How much to search.
+    seed
+        Decides all random choices.
+    """
 
     def __init__(self, incumbent: Incumbent, effort: Effort, seed: int) -> None:
         self.incumbent, self.effort, self.seed = incumbent, effort, seed
         self.scorer = Scorer(incumbent.instance)
         self.pool: list[Scored] = []
 
-    def start(self, seeds: list[Codes]) -> None:
-        """Take the best of the orders given and of those made in turns, ranked or rewoven."""
+    def start(self, initial: list[Codes]) -> None:
+        """Take the best of the initial orders, V list schedules, kind rankings and redispatched orders."""
         instance, scorer, rng = self.incumbent.instance, self.scorer, random.Random(self.seed)
-        scored = _distinct(_scored(scorer, seeds))
+        scored = _distinct(_scored(scorer, initial))
         most = int(scored[0][0] * _HOPELESS) if scored else None
         scored += v_list_orders(instance, scorer, most, self._over)
         scored += kind_ranking_orders(instance, scorer, Dispatcher(instance), rng, self._over)
         found = _distinct(scored)[:4]
-        self._offer(found + self._rewoven([codes for _, _, codes in found]))
+        self._offer(found + self._redispatched([codes for _, _, codes in found]))
 
-    def add_patterns(self) -> None:
-        """Take the orders that patterns make."""
+    def add_offset_key_orders(self) -> None:
+        """Take orders decoded from offset keys."""
         rng = random.Random(self.seed)
         blocks, dispatches = self.effort.blocks, self.effort.dispatches
         self._offer(offset_key_orders(self.incumbent, self.scorer, rng, blocks=blocks, dispatches=dispatches))
@@ -90,8 +106,8 @@ class Search:
         for _, _, codes in self.pool:
             self.incumbent.offer(codes, "pattern")
 
-    def _rewoven(self, orders: list[Codes]) -> list[Scored]:
-        """Orders of several stages per rank with their actions placed anew (`reweave`)."""
+    def _redispatched(self, orders: list[Codes]) -> list[Scored]:
+        """Return orders of several stages per rank with their actions placed anew."""
         found: list[Scored] = []
         instance, tries = self.incumbent.instance, self.effort.dispatches // 2
         if is_chain(instance):
@@ -108,7 +124,17 @@ class Search:
     def anneal_folded(self, reserve_s: float = 0.0, last: int = 27) -> list[Folded]:
         """Anneal the orders with a periodic middle without its repetitions; the results join the pool.
 
-        reserve_s : as for `anneal`. last : tries of the last round, in those of the first.
+        Parameters
+        ----------
+        reserve_s
+            Seconds of the limit to leave for what comes after.
+        last
+            Tries of the last round, in those of the first.
+
+        Returns
+        -------
+        list of Folded
+            All that was found.
         """
         incumbent = self.incumbent
         starts = [
@@ -122,23 +148,22 @@ class Search:
 
     def _take(self, found: list[Scored]) -> None:
         """Let orders join the pool: the best stay, as many as are annealed."""
-        pool = _distinct(found + self.pool)[: self.effort.seeds]
+        pool = _distinct(found + self.pool)[: self.effort.orders]
         self.pool = [e for k, e in enumerate(pool) if k < 3 or e[0] <= _HOPELESS * pool[0][0]]
 
     def anneal(self, reserve_s: float = 0.0) -> None:
-        """Anneal every order of the pool.
-
-        reserve_s : seconds of the limit to leave for what comes after.
-        """
+        """Anneal every order of the pool, and leave ``reserve_s`` seconds for what comes after."""
         self._halve([Folded(self.incumbent.instance, codes) for _, _, codes in self.pool], reserve_s, 27)
 
     def _halve(self, starts: list[Folded], reserve_s: float, last: int) -> list[Folded]:
-        """Anneal all; the better third goes on with three times the tries; the last two rounds start
-        twice from the best. Returns all that was found."""
-        incumbent, tries, turn, every = self.incumbent, self.effort.tries, 0, []
+        """Anneal all; the better third goes on with three times the tries. Return all that was found.
+
+        The last two rounds start twice from the best.
+        """
+        incumbent, tries, used, every = self.incumbent, self.effort.tries, 0, []
         while starts and not incumbent.done and incumbent.seconds_left > reserve_s:
             found: list[tuple[tuple[int, int], Folded]] = []
-            for improved in self._round(starts, tries, turn, reserve_s):
+            for improved in self._round(starts, tries, used, reserve_s):
                 every.append(improved)
                 codes = improved.unfold()
                 incumbent.offer(codes, "search")
@@ -150,20 +175,20 @@ class Search:
                     return every
             if tries >= last * self.effort.tries:
                 break
-            turn += len(starts)
+            used += len(starts)
             tries *= 3
             found.sort(key=lambda entry: entry[0])
             kept = [one for k, (score, one) in enumerate(found) if k == 0 or score != found[k - 1][0]]
             starts = kept[: len(starts) // 3] if len(starts) >= 6 else kept[:1] * 2
         return every
 
-    def _round(self, starts: list[Folded], tries: int, turn: int, reserve_s: float) -> Iterator[Folded]:
+    def _round(self, starts: list[Folded], tries: int, used: int, reserve_s: float) -> Iterator[Folded]:
         """Anneal all, on as many cores as there are: who computes what does not depend on their number."""
         incumbent, halted = self.incumbent, threading.Event()
         heats = _CHAIN_HEATS if is_chain(incumbent.instance) else _HEATS
 
         def run(k: int) -> Folded:
-            number, start = turn + k, starts[k]
+            number, start = used + k, starts[k]
             found = Annealer(start.instance).run(
                 start.codes,
                 tries,
@@ -186,6 +211,7 @@ class Search:
 
 
 def _scored(scorer: Scorer, orders: list[Codes]) -> list[Scored]:
+    """Return the orders that are legal, with their scores."""
     scored = []
     for codes in orders:
         score = scorer.score(codes)
@@ -195,7 +221,7 @@ def _scored(scorer: Scorer, orders: list[Codes]) -> list[Scored]:
 
 
 def _distinct(pool: list[Scored]) -> list[Scored]:
-    """Best first, one order per score."""
+    """Return the orders best first, one per score."""
     result: list[Scored] = []
     for entry in sorted(pool, key=lambda entry: entry[:2]):
         if not result or entry[:2] != result[-1][:2]:

@@ -166,7 +166,7 @@ def test_crossing_bounds_are_proved_again_or_refused() -> None:
     assert bounds["span"] == bounds["makespan"]
 
 
-def test_holding_bounds_are_derived_again() -> None:
+def test_blocking_send_bounds_are_derived_again() -> None:
     solution = plan(table_problem(1, 10, "batched", 4, 12), time_limit_s=4)
     assert solution.certificate.method == "blocking_send"
     assert verify(solution) == []

@@ -16,7 +16,8 @@ from zbcompile.planner.core.instance import Instance, is_chain
 from zbcompile.planner.core.score import fits, value_of
 from zbcompile.planner.exact.crossing import crossing_bound, grids, scaled, shifted
 from zbcompile.planner.exact.model import solve_exact
-from zbcompile.planner.plan import Progress, plan
+from zbcompile.planner.incumbent import PlanState, Progress
+from zbcompile.planner.plan import plan
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Edge, Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -147,7 +148,8 @@ def test_an_interrupt_while_the_models_are_asked_keeps_the_best_order() -> None:
     check(solution.schedule, problem)
     assert time.monotonic() - begin < 80
     assert set(threading.enumerate()) <= running
-    assert lines[-2 if lines[-1].step == "interrupted" else -1].best_ns == solution.certificate.value_ns
+    last = -2 if lines[-1].state is PlanState.INTERRUPTED else -1
+    assert lines[last].best_ns == solution.certificate.value_ns
 
 
 def test_plan_proves_by_the_crossing_bound() -> None:

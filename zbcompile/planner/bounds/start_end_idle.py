@@ -2,10 +2,10 @@
 
 Start. Before its first B a rank runs F's alone, and each of them adds M_B. The first B is that of some stage
 s of the rank, and from the rank's first F to B(1) of s passes at least the longest path that leads from an F
-of the rank to that B; the least of these over s holds for whichever comes first. What the F's that fit into the
-headroom do not fill of it is idle. The same holds before the first F of a stage for which every B of the rank
-waits: until then the rank runs F's of other stages alone, and none of those that come after that stage. The
-larger of these idle times counts.
+of the rank to that B; the least of these over s holds for whichever comes first. What the F's that fit into
+the headroom do not fill of it is idle. The same holds before the first F of a stage for which every B of the
+rank waits: until then the rank runs F's of other stages alone, and none of those that come after that stage.
+The larger of these idle times counts.
 
 End. Let s0 be the stage whose B ends the rank's backward, and s1 another stage of the rank whose B(m) comes
 after every F and every other B of the rank. Between the end of B(m) of s1 and the start of B(m) of s0 only

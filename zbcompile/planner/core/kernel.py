@@ -1,4 +1,4 @@
-"""Inner loops that score an order.
+"""Inner loops that score an order and judge one row of it.
 
 Plain loops over flat arrays that numba compiles where it is installed (`zbcompile.planner.core.tables`).
 """
@@ -13,12 +13,12 @@ _FAR = 1 << 60
 
 
 def gaps_at(t: Tables, num_actions: int) -> int:
-    """Where `evaluate_line` puts its gaps."""
+    """Return the place in the scratch where `evaluate_line` puts its gaps."""
     return 4 * t.num_ranks + 2 * t.num_stages + num_actions
 
 
 def scratch_size(t: Tables, num_actions: int) -> int:
-    """Elements that `evaluate_line` needs."""
+    """Return the number of elements of scratch that `evaluate_line` needs."""
     return gaps_at(t, num_actions) + num_actions
 
 
@@ -26,11 +26,21 @@ def scratch_size(t: Tables, num_actions: int) -> int:
 def evaluate_line(
     t: Tables, offsets: Vector, line: Vector, scratch: Vector, ends: Vector, limits: Vector
 ) -> int:
-    """Score of an order: 100 p times the objective plus the sum over ranks; -1 on deadlock.
+    """Return 100 p times the objective plus the sum over the ranks, or -1 on deadlock.
 
-    scratch : `scratch_size` elements; element 3 p gets the objective itself, and the part from `gaps_at`
-    how long each action's rank waited before it for a message.
-    ends, limits : 2 S m each.
+    Parameters
+    ----------
+    t
+        The problem.
+    offsets
+        Where each rank's row begins in ``line``, and the number of actions.
+    line
+        All codes in a row.
+    scratch
+        `scratch_size` elements. Element 3 p gets the objective itself. The part from `gaps_at` on gets how
+        long each action's rank waited before it for a message, in ns.
+    ends, limits
+        2 S m elements each: ends of F's and B's, and the latest starts that those who wait for them allow.
     """
     S, p, m = t.num_stages, t.num_ranks, t.num_microbatches
     total = offsets[p]
@@ -149,7 +159,7 @@ def evaluate_line(
 
 @jit
 def stays_legal(t: Tables, offsets: Vector, line: Vector, rank: int, counts: Vector) -> bool:
-    """Whether a rank's row keeps F before B before W for each stage, and its room."""
+    """Return whether a rank's row keeps F before B before W for each stage, and its headroom."""
     S = t.num_stages
     for e in range(t.own_at[rank], t.own_at[rank + 1]):
         for kind in range(4):

@@ -1,4 +1,4 @@
-"""Latest starts of the actions of an order: every rank's end as early as possible, all else as late as that allows."""
+"""Latest starts of an order: every rank ends as early as it can, and all else runs as late as that allows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,21 @@ __all__ = ["latest_starts"]
 
 
 def latest_starts(instance: Instance, codes: Codes) -> dict[Op, int]:
-    """Starts with every rank's end as early as possible and all else as late as that allows."""
+    """Return the start in ns of every action.
+
+    Parameters
+    ----------
+    instance
+        The problem.
+    codes
+        A legal order without BW.
+
+    Returns
+    -------
+    dict
+        Starts by (kind, stage, microbatch), such that the end of every rank's row is as early as possible and
+        every start as late as these ends allow.
+    """
     times = (instance.forward, instance.backward, instance.weight)
     order = []
     seen: dict[tuple[int, int], int] = {}
@@ -48,6 +62,7 @@ def latest_starts(instance: Instance, codes: Codes) -> dict[Op, int]:
 
 
 def _waits(instance: Instance, op: Op) -> list[tuple[Op, int]]:
+    """Return what an action waits for, with the travel times: (action, lag in ns)."""
     kind, s, i = op
     if kind == F:
         return [((F, other, i), lag) for other, lag in instance.forward_from[s]]

@@ -1,4 +1,7 @@
-"""Scores of orders, by compiled loops over flat arrays: for searches that try thousands."""
+"""Scores of orders by compiled loops, for searches that try thousands.
+
+Equal to `zbcompile.planner.core.score` by test.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,26 @@ from zbcompile.planner.core.tables import Tables, Vector, pack, vector
 __all__ = ["Score", "Scored", "Scorer"]
 
 Score = tuple[int, int]
-"""(objective in ns, tie-breaking score): less is better."""
+"""(objective in ns, tie-breaking score). The second is 100 p times the first plus the sum over the ranks."""
 
 Scored = tuple[int, int, Codes]
-"""A score and its order."""
+"""(objective in ns, tie-breaking score, order)."""
 
 
 class Scorer:
-    """Scores orders of one problem. Not for several threads at once: its buffers are its own."""
+    """Scores the orders of one problem.
+
+    Its buffers are reused from call to call, so each thread needs a scorer of its own.
+
+    Attributes
+    ----------
+    instance
+        The problem.
+    tables
+        The problem as flat arrays.
+    ends, limits, counts
+        Buffers of the kernels (`zbcompile.planner.core.kernel`).
+    """
 
     def __init__(self, instance: Instance) -> None:
         self.instance, self.tables = instance, Tables.of(instance)
@@ -25,11 +40,11 @@ class Scorer:
         self.counts = vector([0] * (4 * instance.num_stages))
 
     def score(self, codes: Codes) -> Score | None:
-        """(objective, tie-breaking score) of an order; ``None`` if it is not legal or deadlocks."""
+        """Return the score of an order, or ``None`` if it is not legal, does not fit or deadlocks."""
         return self.score_line(*pack(self.instance, codes))
 
     def score_line(self, offsets: Vector, line: Vector) -> Score | None:
-        """The same for codes in a row, as `pack` makes them."""
+        """Return the same for codes in a row, as `pack` makes them."""
         for rank in range(self.instance.num_ranks):
             if not stays_legal(self.tables, offsets, line, rank, self.counts):
                 return None
@@ -37,11 +52,11 @@ class Scorer:
         return None if score < 0 else (int(scratch[3 * self.instance.num_ranks]), score)
 
     def gaps(self, codes: Codes) -> list[int]:
-        """Per action, rank by rank, how long its rank waits before it for a message, in ns."""
+        """Return per action, rank by rank, how long its rank waits before it for a message, in ns."""
         offsets, line = pack(self.instance, codes)
         return [int(gap) for gap in self.evaluate(offsets, line)[1][gaps_at(self.tables, len(line)) :]]
 
     def evaluate(self, offsets: Vector, line: Vector) -> tuple[int, Vector]:
-        """Tie-breaking score (-1 on deadlock) and the scratch of `evaluate_line`."""
+        """Return the tie-breaking score (-1 on deadlock) and the scratch of `evaluate_line`."""
         scratch = vector([0] * scratch_size(self.tables, len(line)))
         return int(evaluate_line(self.tables, offsets, line, scratch, self.ends, self.limits)), scratch

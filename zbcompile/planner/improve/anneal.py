@@ -16,7 +16,15 @@ _JUMPS = [1 + int(2.5 * x) for x in EXPONENTIAL]
 
 
 class Annealer:
-    """One problem's annealing: `run` improves an order within a number of tries."""
+    """Anneals orders of one problem. Each thread needs an annealer of its own.
+
+    Attributes
+    ----------
+    instance
+        The problem.
+    scorer
+        Its scorer, whose buffers the kernel uses.
+    """
 
     def __init__(self, instance: Instance) -> None:
         self.instance, self.scorer = instance, Scorer(instance)
@@ -31,15 +39,27 @@ class Annealer:
         heat: float = 1.5e-4,
         goal: int = 0,
         stop: Callable[[], bool] = lambda: False,
-        chunk: int = 0,
         frozen_blocks: Sequence[tuple[int, int, int]] | None = None,
     ) -> Codes:
-        """The best order met in ``tries`` tries from a legal order.
+        """Return the best order met in a number of tries.
 
-        heat : first temperature as a share of the value. goal : value at which to stop.
-        stop : asked between chunks of tries, whether to end early. fences : per rank (low, high, copies):
-        the block at these places of its row stays as it is, or, with more than one copy in a row, all
-        copies are changed alike.
+        Parameters
+        ----------
+        codes
+            A legal order to begin with.
+        tries
+            Number of tries.
+        seed
+            Decides the changes.
+        heat
+            First temperature as a share of the value.
+        goal
+            Value in ns at which to stop.
+        stop
+            Asked between chunks of tries whether to end early.
+        frozen_blocks
+            Per rank (low, high, copies): the block at these places of its row stays as it is, or, with more
+            than one copy in a row, all copies are changed alike.
         """
         instance, scorer, p = self.instance, self.scorer, self.instance.num_ranks
         offsets, current = pack(instance, codes)
@@ -55,7 +75,7 @@ class Annealer:
             frozen[3 * r], frozen[3 * r + 1], frozen[3 * r + 2] = begin + low, begin + high, copies
         gaps = vector([int(gap) for gap in scratch[waits:]])
         state = vector([(seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1, 0, 0, 0, 0])
-        chunk = chunk or max(50, 3_000_000 // size // 10)
+        chunk = max(50, 3_000_000 // size // 10)
         done = 0
         while done < tries and not stop():
             done_now = int(

@@ -14,9 +14,10 @@ __all__ = ["anneal", "keep_block"]
 
 @jit
 def keep_block(low: int, high: int, copies: int, current: Vector, trial: Vector) -> bool:
-    """A block in ``copies`` copies, the first from ``low`` to ``high``: what changed in one changes in all.
+    """Make what changed in one copy of a frozen block change in all copies.
 
-    False if a block without a second copy changed.
+    The first of ``copies`` copies reaches from ``low`` to ``high``. Returns False if a block without a second
+    copy changed.
     """
     size = high - low
     for copy in range(copies):
@@ -56,17 +57,41 @@ def anneal(
     gaps: Vector,
     frozen_blocks: Vector,
 ) -> int:
-    """Tries ``first`` to ``last`` of ``total``; returns the next try.
+    """Do the tries ``first`` to ``last`` of ``total``; return the next try.
 
-    scores : current score, best score, try of the last gain, best objective. heat : the temperature
-    of the first try in units of the score; it falls as (1 - try / total) squared. state : the random
-    sequence, then room for the ranks changed in a try. gaps : waits of the current order. Stops when
-    the objective falls to ``goal``. fences : per rank low, high and copies of a block (`keep_block`), no
-    copies for none. After a sixth of all tries without gain the search returns to the
-    best.
+    Four moves of five look at a rank that waits for a message: an action is moved into the gap, or what the
+    message depends on is moved up. A try makes up to four moves, and only their sum has to be legal. After a
+    sixth of all tries without gain the search returns to the best order. It stops when the objective falls to
+    ``goal``.
 
-    Four moves of five look at a rank that waits for a message: an action is moved into the gap, or what
-    the message depends on is moved up. A try makes up to four moves, and only their sum has to be legal.
+    Parameters
+    ----------
+    t
+        The problem.
+    offsets
+        Where each rank's row begins in a line, and the number of actions.
+    current, best, trial
+        Lines of codes: the order at hand, the best one, and the one being tried.
+    scores
+        Current score, best score, try of the last gain, best objective.
+    state
+        The random sequence, then space for the ranks changed in a try.
+    first, last, total
+        The range of tries, and the number of all.
+    heat
+        Temperature of the first try in units of the score; it falls as (1 - try / total) squared.
+    goal
+        Objective in ns at which to stop.
+    jumps, exponential
+        Tables of random lengths of moves, and of exponentially distributed numbers.
+    scratch, ends, limits
+        Buffers of `evaluate_line`.
+    spare, counts
+        Buffers of `move_many` and `stays_legal`.
+    gaps
+        Waits of the current order.
+    frozen_blocks
+        Per rank low, high and copies of a block (`keep_block`); no copies for none.
     """
     p, S, size = t.num_ranks, t.num_stages, offsets[t.num_ranks]
     waits = 4 * p + 2 * t.num_stages + size

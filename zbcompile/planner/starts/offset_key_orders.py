@@ -1,4 +1,4 @@
-"""Orders decoded from offset keys: as repeated blocks, and by keyed dispatch.
+"""Orders decoded from offset keys that are evolved, by repeated blocks and by keyed dispatch.
 
 Everything is counted in tries, so that a seed decides the result; the time limit only cuts it off.
 """
@@ -13,25 +13,25 @@ from zbcompile.planner.core.instance import Codes, Instance
 from zbcompile.planner.core.scorer import Scored, Scorer
 from zbcompile.planner.core.tables import unpack
 from zbcompile.planner.incumbent import Incumbent
-from zbcompile.planner.starts.offset_keys import OffsetKeys, mutate, standard_patterns, waves_of
+from zbcompile.planner.starts.offset_keys import OffsetKeys, mutate, standard_offset_keys, waves_of
 from zbcompile.planner.starts.repeated_blocks import block_order
 
 __all__ = ["block_orders", "dispatched_orders", "offset_key_orders"]
 
 
 def block_orders(instance: Instance, scorer: Scorer, tries: int, rng: random.Random) -> list[Scored]:
-    """The two best orders of `tries` patterns decoded as repeated blocks."""
-    standard = standard_patterns(len(waves_of(instance)), instance.num_ranks)
+    """Return the two best orders of ``tries`` offset keys decoded as repeated blocks."""
+    standard = standard_offset_keys(len(waves_of(instance)), instance.num_ranks)
     pool: list[tuple[int, int, OffsetKeys, Codes]] = []
     for k in range(tries):
         if k < len(standard) or not pool:
-            pattern = standard[k % len(standard)]
+            offset_keys = standard[k % len(standard)]
         else:
-            pattern = mutate(pool[rng.randrange(min(8, len(pool)))][2], rng)
-        codes = block_order(instance, pattern)
+            offset_keys = mutate(pool[rng.randrange(min(8, len(pool)))][2], rng)
+        codes = block_order(instance, offset_keys)
         score = scorer.score(codes)
         if score is not None and all(score != entry[:2] for entry in pool):
-            pool = sorted([*pool, (*score, pattern, codes)], key=lambda entry: entry[:2])[:12]
+            pool = sorted([*pool, (*score, offset_keys, codes)], key=lambda entry: entry[:2])[:12]
     return [(value, score, codes) for value, score, _, codes in pool[:2]]
 
 
@@ -43,58 +43,90 @@ def dispatched_orders(
     period: int,
     rng: random.Random,
 ) -> list[Scored]:
-    """The two best orders of `tries` recipes decoded by keyed dispatch; it ends after a third without gain.
+    """Return the two best orders decoded by keyed dispatch.
 
-    A recipe is a pattern and the most microbatches in flight per stage; both are changed, since
-    under a tight cap the limits decide more than the pattern.
+    A recipe is offset keys and the most microbatches in flight per stage. Both are changed, since under a
+    tight cap the limits decide more than the keys. It ends after a third of the tries without gain.
+
+    Parameters
+    ----------
+    instance
+        The problem.
+    scorer
+        Its scorer.
+    dispatcher
+        Its dispatcher.
+    tries
+        Most recipes.
+    period
+        Slots from one microbatch to the next.
+    rng
+        Decides the changes.
     """
     standard = [
-        replace(pattern, period=period)
-        for pattern in standard_patterns(len(waves_of(instance)), instance.num_ranks)
+        replace(offset_keys, period=period)
+        for offset_keys in standard_offset_keys(len(waves_of(instance)), instance.num_ranks)
     ]
     pool: list[tuple[int, int, OffsetKeys, list[int], Codes]] = []
     gained = 0
     for k in range(tries):
         if k - gained > tries // 3:
             break
-        turn, first = divmod(k, len(standard))
-        if turn < 3 or not pool:
-            pattern = standard[first]
-            keys, flying = pattern.keys(instance)
-            flying = [limit + turn for limit in flying]
+        more, first = divmod(k, len(standard))
+        if more < 3 or not pool:
+            offset_keys = standard[first]
+            keys, in_flight = offset_keys.keys(instance)
+            in_flight = [limit + more for limit in in_flight]
         else:
-            _, _, pattern, flying, _ = pool[rng.randrange(min(8, len(pool)))]
+            _, _, offset_keys, in_flight, _ = pool[rng.randrange(min(8, len(pool)))]
             if rng.random() < 0.5:
-                pattern = mutate(pattern, rng)
+                offset_keys = mutate(offset_keys, rng)
             else:
-                flying = list(flying)
+                in_flight = list(in_flight)
                 for _ in range(rng.randint(1, 3)):
-                    s = rng.randrange(len(flying))
-                    flying[s] = max(1, flying[s] + rng.choice((-1, 1)))
-            keys, _ = pattern.keys(instance)
-        line = dispatcher.run_line(keys, flying, pattern.share)
+                    s = rng.randrange(len(in_flight))
+                    in_flight[s] = max(1, in_flight[s] + rng.choice((-1, 1)))
+            keys, _ = offset_keys.keys(instance)
+        line = dispatcher.run_line(keys, in_flight, offset_keys.share)
         score = None if line is None else scorer.score_line(dispatcher.offsets, line)
         if score is None or (len(pool) == 16 and score >= pool[-1][:2]):
             continue
         if all(score != entry[:2] for entry in pool):
             gained = k if not pool or score[0] < pool[0][0] else gained
             codes = unpack(instance, dispatcher.offsets, line)
-            pool = sorted([*pool, (*score, pattern, flying, codes)], key=lambda entry: entry[:2])[:16]
+            pool = sorted([*pool, (*score, offset_keys, in_flight, codes)], key=lambda entry: entry[:2])[:16]
     return [(entry[0], entry[1], entry[4]) for entry in pool[:2]]
 
 
 def offset_key_orders(
     incumbent: Incumbent, scorer: Scorer, rng: random.Random, *, blocks: int, dispatches: int
 ) -> list[Scored]:
-    """Orders from patterns by both decoders, as far as the time goes."""
+    """Return orders from both decoders, as far as the time goes.
+
+    Parameters
+    ----------
+    incumbent
+        The problem, and the time that is left.
+    scorer
+        Its scorer.
+    rng
+        Decides the changes.
+    blocks
+        Offset keys to decode as repeated blocks, if a rank has several stages.
+    dispatches
+        Recipes to decode by keyed dispatch, per period.
+
+    Returns
+    -------
+    list of Scored
+        The best of each decoder and period.
+    """
     found: list[Scored] = []
     several = any(len(stages) > 1 for stages in incumbent.instance.stages_of)
     if several and incumbent.seconds_left > 0:
         found = block_orders(incumbent.instance, scorer, blocks, rng)
-    dispatcher, slots = (
-        Dispatcher(incumbent.instance),
-        3 * -(-incumbent.instance.num_stages // incumbent.instance.num_ranks),
-    )
+    dispatcher = Dispatcher(incumbent.instance)
+    slots = 3 * -(-incumbent.instance.num_stages // incumbent.instance.num_ranks)
     periods = (slots, slots + 2, slots + 3, slots + 2, slots + 3, slots) if several else (slots, 2 * slots)
     for period in periods:
         own = random.Random(rng.random())
