@@ -63,6 +63,7 @@ class Effort:
 _HEATS = (4e-4, 1.5e-4)
 _CHAIN_HEATS = (4e-4, 3e-3, 1e-3, 1.5e-4)
 """First temperatures to take in turn, as shares of the value; a chain's values lie further apart."""
+
 _HOPELESS = 1.05
 """Orders longer than the best by this factor are not annealed, but three are always."""
 

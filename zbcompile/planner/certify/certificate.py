@@ -173,7 +173,7 @@ def _derive(
 
 
 def _blocking_send(problem: Problem, witness: Witness, out: Derivation, solver: _Solver) -> int:
-    """Sends hold up their rank: travel times belong to F and B, less one last message."""
+    """Derive a blocking-send bound: travel times belong to F and B, less one last message."""
     pair = instant_links(problem)
     method = witness.get("of")
     if pair is None or not isinstance(method, str) or method == "blocking_send":
@@ -189,7 +189,7 @@ def _blocking_send(problem: Problem, witness: Witness, out: Derivation, solver: 
 def _variants(
     problem: Problem, witness: Witness, out: Derivation, solver: _Solver, solution: Solution | None
 ) -> int:
-    """Whatever the variants: on one rank each of its levels, elsewhere the least of each cost."""
+    """Derive a bound over variants: on one rank each of its levels, elsewhere the least of each cost."""
     if solution is None:
         raise refuse("variants inside another bound")
     ways = _ways(problem, witness, solution.variants)
@@ -284,7 +284,7 @@ def _chosen(
 
 
 def _cp_sat(problem: Problem, out: Derivation, solver: _Solver) -> int:
-    """A bound of the exact model: ask for anything shorter, and fail."""
+    """Prove a bound of the exact model: ask for anything shorter, and fail."""
     from zbcompile.planner.exact.model import refute
 
     instance, shorter = Instance.of(problem).relaxed(), None
@@ -299,7 +299,7 @@ def _cp_sat(problem: Problem, out: Derivation, solver: _Solver) -> int:
 
 
 def _crossing(problem: Problem, witness: Witness, out: Derivation, solver: _Solver) -> int:
-    """The crossing bound of one rank or of the chain: ask its model, on its grid, for anything shorter."""
+    """Prove a crossing bound of one rank or of the chain: ask its model, on its grid, for less."""
     from zbcompile.planner.exact.crossing import crossing_bound
 
     instance, facts = Instance.of(problem).relaxed(), Facts(problem)

@@ -293,14 +293,14 @@ def _add_end_idle(facts: Facts, rank: int, witness: Witness, out: Derivation) ->
 
 
 def _rank_work(facts: Facts, witness: Witness, out: Derivation) -> None:
-    """Work and idle time of one rank."""
+    """Add the work and the idle time of one rank."""
     rank = rank_of(facts, witness)
     add_work(facts, rank, out)
     add_idle(facts, rank, witness, out)
 
 
 def _area(facts: Facts, witness: Witness, out: Derivation) -> None:
-    """Bytes times time that one rank must hold, over its headroom."""
+    """Add the bytes times time that one rank must hold, over its headroom."""
     rank = rank_of(facts, witness)
     if facts.headroom[rank] <= 0:
         raise refuse("a rank without headroom has no area")
@@ -321,7 +321,7 @@ def _area(facts: Facts, witness: Witness, out: Derivation) -> None:
 
 
 def _enclosing(facts: Facts, witness: Witness, out: Derivation) -> None:
-    """The path from one rank to another, that one's work, the path back."""
+    """Add the path from one rank to another, that one's work, and the path back."""
     outer, inner = rank_of(facts, witness, "outer_rank"), rank_of(facts, witness, "inner_rank")
     x, y, z, q = facts.first(outer), facts.first(inner), facts.last(outer), facts.last(inner)
     if x is None or y is None or z is None or q is None or outer == inner:
@@ -337,14 +337,14 @@ def _enclosing(facts: Facts, witness: Witness, out: Derivation) -> None:
 
 
 def _head_and_work(facts: Facts, witness: Witness, out: Derivation) -> None:
-    """F's before a rank's first F, then its work and idle time."""
+    """Add the F's before a rank's first F, then its work and idle time."""
     rank = rank_of(facts, witness)
     out.add(f"F's before the first F of rank {rank}", min(facts.head(s) for s in facts.stages_of[rank]))
     _rank_work(facts, witness, out)
 
 
 def _head_work_and_tail(facts: Facts, witness: Witness, out: Derivation) -> None:
-    """The same, less the W's that can be left, and what follows the rank's last B."""
+    """Add the same, less the W's that can be left, and what follows the rank's last B."""
     rank = rank_of(facts, witness)
     _head_and_work(facts, witness, out)
     out.add(f"W's that rank {rank} may leave behind its last B", -facts.trailing(rank))
@@ -354,7 +354,7 @@ def _head_work_and_tail(facts: Facts, witness: Witness, out: Derivation) -> None
 
 
 def _one_microbatch(facts: Facts, witness: Witness, out: Derivation) -> None:
-    """The longest path of one microbatch."""
+    """Add the longest path of one microbatch."""
     best = max(
         length + facts.b[s] + facts.w[s]
         for a in range(len(facts.f))
@@ -365,7 +365,7 @@ def _one_microbatch(facts: Facts, witness: Witness, out: Derivation) -> None:
 
 
 def _warmup(facts: Facts, witness: Witness, out: Derivation) -> None:
-    """The first B's of all ranks: the least value with which every rank reaches its own."""
+    """Add the least value with which every rank reaches its first B in time."""
     count = len(facts.f)
     edges = facts.problem.profile.edges
     chain = [(s, s + 1) for s in range(count - 1)]

@@ -43,7 +43,7 @@ __all__ = ["fusing_matters", "fusing_tries", "improve_fusing"]
 def fusing_matters(instance: Instance, transport: str) -> bool:
     """Return whether fusing can shorten any order.
 
-    It can if a BW is cheaper or holds less than B and W, or if sends hold up their rank.
+    It can if a BW is cheaper than B and W, if M_W > M_B somewhere, or if sends hold up their rank.
     """
     cheaper = any(
         d < b + w for d, b, w in zip(instance.fused, instance.backward, instance.weight, strict=True)
