@@ -21,12 +21,13 @@ from zbcompile.planner.incumbent import Incumbent
 
 __all__ = [
     "EXACT_ACTIONS",
+    "below_applies",
     "crossing_applies",
-    "quick_crossing_bound",
     "proof_share",
     "prove_crossing",
     "prove_exact",
     "prove_from_below",
+    "quick_crossing_bound",
 ]
 
 EXACT_ACTIONS = 400
@@ -36,7 +37,7 @@ BELOW_ACTIONS = 6500
 """Most actions about which questions from below are asked."""
 
 BELOW_STEPS = 1000
-"""They end when the gap is one of so many parts of the value."""
+"""The questions end when the gap is one of so many parts of the value."""
 
 CROSSING_MICROBATCHES = 48
 """Most microbatches for which the crossing model is worth building."""

@@ -21,6 +21,7 @@ __all__ = ["redispatched"]
 
 _LATE = (0, 1, 3, 6)
 """How many W's later than in the order W's are due."""
+
 _SHARES = (50, 75, 100, 125)
 
 
