@@ -45,7 +45,7 @@ def test_zero_bubble_that_does_not_pay_is_said_so() -> None:
     assert verdict(compare(problem, seconds_per_row=1)).startswith("zero bubble does not pay here")
 
 
-def test_no_room_is_an_error() -> None:
+def test_a_cap_below_one_microbatch_is_an_error() -> None:
     problem = Problem.of(Profile.uniform(StageCost.simple(1, 1, 1, 10, 4), 2), None, 4, 9)
     with pytest.raises(InfeasibleError, match="rank 0"):
         compare(problem)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from tests.support.strategies import greedy_order
 from zbcompile.errors import InfeasibleError, UsageError
 from zbcompile.planner.core.instance import to_codes, to_schedule
+from zbcompile.planner.incumbent import Progress
 from zbcompile.planner.placements import contiguous, placements_for, plan_auto
-from zbcompile.planner.plan import Progress, plan
-from zbcompile.planner.starts.merged import merged, taken_apart
+from zbcompile.planner.plan import plan
+from zbcompile.planner.starts.coarse import coarse_problem, taken_apart
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -107,7 +108,7 @@ def test_caps_are_the_same_for_all_and_the_first_refusal_is_raised() -> None:
 
 
 @given(st.data())
-def test_merged_stages_taken_apart_keep_their_times_and_their_memory(data: st.DataObject) -> None:
+def test_joined_stages_taken_apart_keep_their_times_and_their_memory(data: st.DataObject) -> None:
     """Neighbours on one rank, planned as one stage: the same orders, no longer and no heavier."""
     counts = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=3))
     rank_of = tuple(rank for rank, count in enumerate(counts) for _ in range(count))
@@ -119,7 +120,7 @@ def test_merged_stages_taken_apart_keep_their_times_and_their_memory(data: st.Da
         stages.append(StageCost(data.draw(number), b, w, fused, saved, data.draw(st.integers(0, saved))))
     profile = Profile(tuple(stages), link=Link(data.draw(number)), overhead_ns=data.draw(st.integers(0, 2)))
     problem = Problem(profile, Placement(rank_of), data.draw(st.integers(1, 3)))
-    whole = merged(problem)
+    whole = coarse_problem(problem)
     if len(rank_of) == len(counts):
         assert whole is None
         return
@@ -132,10 +133,10 @@ def test_merged_stages_taken_apart_keep_their_times_and_their_memory(data: st.Da
     assert all(a <= b for a, b in zip(many.peak_bytes, one.peak_bytes, strict=True))
 
 
-def test_contiguous_stages_are_planned_as_well_as_merged_ones() -> None:
+def test_contiguous_stages_are_planned_as_well_as_joined_ones() -> None:
     problem = uniform(8, 4, 8, 8 * 2)
     value = plan(problem, time_limit_s=4).certificate.value_ns
-    whole = merged(problem)
+    whole = coarse_problem(problem)
     assert whole is not None
     assert value <= plan(whole, time_limit_s=4).certificate.value_ns
 

@@ -1,4 +1,4 @@
-"""The straight line from a problem to a certified order."""
+"""Planning from a problem to a certified order."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.exact import proofs
 from zbcompile.planner.exact.model import ExactResult
-from zbcompile.planner.incumbent import Incumbent
-from zbcompile.planner.plan import Progress, plan
+from zbcompile.planner.incumbent import Incumbent, Progress
+from zbcompile.planner.plan import plan
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost

@@ -1,4 +1,4 @@
-"""Patterns, keyed dispatch and annealing: legal orders, never longer, the same with and without numba."""
+"""Offset keys, keyed dispatch and annealing: legal orders, never longer, alike with and without numba."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from tests.support.planner_cases import random_placement, random_problem
 from zbcompile.planner.core.dispatch import Dispatcher
-from zbcompile.planner.core.instance import Instance, to_schedule
+from zbcompile.planner.core.instance import Instance, to_codes, to_schedule
 from zbcompile.planner.core.score import evaluate, fits
+from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.improve.redispatch import redispatched
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts import classic
 from zbcompile.planner.starts.initial import one_at_a_time
-from zbcompile.planner.starts.offset_keys import mutate, standard_patterns, waves_of
+from zbcompile.planner.starts.offset_keys import mutate, standard_offset_keys, waves_of
 from zbcompile.planner.starts.stretch import short_instance, stretch
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
@@ -32,19 +33,20 @@ SCRIPT = """
 import random
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
-from zbcompile.planner.core import tables
-from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.bounds.analytic import best_bound
-from zbcompile.planner.search import Effort, pattern_orders
-from zbcompile.planner.incumbent import Best
+from zbcompile.planner.core import tables
+from zbcompile.planner.core.scorer import Scorer
+from zbcompile.planner.improve.anneal import Annealer
+from zbcompile.planner.incumbent import Incumbent
+from zbcompile.planner.starts.offset_key_orders import offset_key_orders
 from zbcompile.schedule.problem import Problem
 profile = Profile.uniform(StageCost.simple(30, 31, 17, 10, 4), 8, 2)
 for objective in ("span", "makespan"):
     problem = Problem.of(profile, Placement.v(4), 6, 60, objective)
-    best = Best(problem, best_bound(problem), time_limit_s=600)
-    annealer = Annealer(best.flat)
-    pool = pattern_orders(best, annealer, Effort(12, 12), random.Random(3))
-    print(tables.HAVE_NUMBA, pool, annealer.run(pool[0][2], 700, seed=5))
+    incumbent = Incumbent(problem, best_bound(problem), time_limit_s=600)
+    scorer = Scorer(incumbent.instance)
+    pool = offset_key_orders(incumbent, scorer, random.Random(3), blocks=12, dispatches=12)
+    print(tables.HAVE_NUMBA, pool, Annealer(incumbent.instance).run(pool[0][2], 700, seed=5))
 """
 
 
@@ -78,15 +80,14 @@ def test_annealing_keeps_orders_legal_and_never_longer(seed: int) -> None:
     problem = random_problem(rng, ranks=ranks, microbatches=rng.randint(1, 5), placement=placement)
     instance = Instance.of(problem)
     before = one_at_a_time(instance)
-    annealer = Annealer(instance)
-    after = annealer.run(before, 300, seed=seed)
+    after = Annealer(instance).run(before, 300, seed=seed)
     check(to_schedule(after, problem), problem)
     measured, started = evaluate(instance, after), evaluate(instance, before)
     assert measured is not None
     assert started is not None
     which = 0 if instance.objective == "span" else 1
     assert measured[which] <= started[which]
-    score = annealer.score(after)
+    score = Scorer(instance).score(after)
     assert score is not None
     assert score[0] == measured[which]
 
@@ -120,15 +121,14 @@ def test_gaps_are_the_waits_for_messages(seed: int) -> None:
     problem, _ = some_problem(seed)
     problem = problem.with_(objective="makespan")
     instance = Instance.of(problem)
-    annealer = Annealer(instance)
-    codes = annealer.run(one_at_a_time(instance), 100, seed=seed)
+    codes = Annealer(instance).run(one_at_a_time(instance), 100, seed=seed)
     timeline = simulate(to_schedule(codes, problem), problem)
     expected = [
         start - end
         for starts, ends in zip(timeline.start, timeline.end, strict=True)
         for start, end in zip(starts, [0, *ends], strict=False)
     ]
-    assert annealer.gaps(codes) == expected
+    assert Scorer(instance).gaps(codes) == expected
 
 
 def test_search_is_shorter_than_the_published_order_at_half_memory() -> None:
@@ -137,22 +137,22 @@ def test_search_is_shorter_than_the_published_order_at_half_memory() -> None:
     problem = Problem.of(profile, Placement.v(4), 12, 34 * 2 * 3)
     published = dict(classic.orders_for(problem))["V-Half"]
     instance = Instance.of(problem)
-    annealer = Annealer(instance)
-    before, after = (annealer.score(codes) for codes in (published, annealer.run(published, 3000, seed=1)))
+    annealed = Annealer(instance).run(published, 3000, seed=1)
+    before, after = (Scorer(instance).score(codes) for codes in (published, annealed))
     assert before is not None
     assert after is not None
     assert after[0] < 0.98 * before[0]
 
 
-def test_patterns_decode_on_every_placement() -> None:
+def test_offset_keys_decode_on_every_placement() -> None:
     rng = random.Random(0)
     for placement in (Placement.v(4), Placement.looped(3, 3), Placement((0, 1, 1, 2, 0)), Placement.v(2, 3)):
         profile = Profile.uniform(StageCost.simple(3, 3, 2), placement.num_stages, 1)
         instance = Instance.of(Problem.of(profile, placement, 6))
         dispatcher = Dispatcher(instance)
-        for pattern in standard_patterns(len(waves_of(instance)), instance.num_ranks):
-            keys, flying = mutate(pattern, rng).keys(instance)
-            codes = dispatcher.run(keys, flying)
+        for offset_keys in standard_offset_keys(len(waves_of(instance)), instance.num_ranks):
+            keys, in_flight = mutate(offset_keys, rng).keys(instance)
+            codes = dispatcher.run(keys, in_flight)
             assert codes is None or evaluate(instance, codes) is not None
 
 
@@ -162,10 +162,8 @@ def test_a_stretched_order_keeps_its_bubble() -> None:
     short = Problem.of(profile, Placement.v(4), 12, 16, "makespan")
     long = short.with_(num_microbatches=20)
     solution = plan(short, time_limit_s=30)
-    from zbcompile.planner.core.instance import to_codes
-
     instance = Instance.of(long)
-    found = stretch(instance, to_codes(solution.schedule), 12, Annealer(instance))
+    found = stretch(instance, to_codes(solution.schedule), 12, Scorer(instance))
     assert found
     assert all(fits(instance, codes) for codes in found)
     measured = evaluate(instance, found[0])
@@ -192,12 +190,12 @@ def test_published_orders_are_placed_anew() -> None:
     problem = Problem.of(Profile.uniform(stage, 16, 754), Placement.v(8), 16, 16 * 34)
     instance = Instance.of(problem)
     given = dict(classic.orders_for(problem))["ZB-V"]
-    annealer, dispatcher = Annealer(instance), Dispatcher(instance)
-    before = annealer.score(given)
+    scorer, dispatcher = Scorer(instance), Dispatcher(instance)
+    before = scorer.score(given)
     assert before is not None
-    found = redispatched(instance, given, annealer, dispatcher, 60, random.Random(1))
+    found = redispatched(instance, given, scorer, dispatcher, 60, random.Random(1))
     assert found
-    assert found == redispatched(instance, given, annealer, dispatcher, 60, random.Random(1))
+    assert found == redispatched(instance, given, scorer, dispatcher, 60, random.Random(1))
     assert found[0][:2] < before
     for value, _, codes in found:
         assert fits(instance, codes)

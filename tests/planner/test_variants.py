@@ -11,11 +11,13 @@ import pytest
 from tests.planner.improve.test_fuse import brute_force_with_fusing
 from tests.support.planner_cases import brute_force, random_placement
 from zbcompile.errors import InfeasibleError
-from zbcompile.planner.core.instance import Instance, least_room
-from zbcompile.planner.plan import Progress, plan
+from zbcompile.planner.core.instance import Instance
+from zbcompile.planner.incumbent import Progress
+from zbcompile.planner.plan import plan
 from zbcompile.planner.variants import candidates, cheapest, fixed, joint_bound, offers_variants
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Link, Profile, StageCost
+from zbcompile.schedule.least_memory import least_headroom
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
 
@@ -41,17 +43,18 @@ def random_problem(rng: random.Random, *, fusing: bool) -> Problem:
     profile = Profile(stages, link=Link(rng.randint(0, 2)))
     m = 2 if count < 3 else 1
     problem = Problem.of(profile, placement, m, None, rng.choice(("span", "makespan")))
-    lean = Instance.of(problem.with_(profile=replace(profile, stages=tuple(cheapest(s) for s in stages))))
+    lean = problem.with_(profile=replace(profile, stages=tuple(cheapest(s) for s in stages)))
     caps = tuple(
-        problem.static_bytes(r) + least_room(lean, r) + rng.randint(0, 8) for r in range(problem.num_ranks)
+        problem.static_bytes(r) + least_headroom(lean, r) + rng.randint(0, 8)
+        for r in range(problem.num_ranks)
     )
     return problem.with_(caps=caps)
 
 
 def feasible(problem: Problem) -> bool:
     """Whether one microbatch fits on every rank."""
-    instance = Instance.of(problem)
-    return all(least_room(instance, r) <= instance.headroom[r] for r in range(instance.num_ranks))
+    headroom = Instance.of(problem).headroom
+    return all(least_headroom(problem, r) <= headroom[r] for r in range(problem.num_ranks))
 
 
 def assignments(problem: Problem) -> list[tuple[int, ...]]:

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from tests.support.strategies import greedy_order, problems
 from zbcompile.errors import CheckError, FormatError, UsageError
-from zbcompile.schedule.check import check, faults, least_cap
+from zbcompile.schedule.check import check, faults
 from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
+from zbcompile.schedule.least_memory import least_headroom
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.rules import to_networkx
 from zbcompile.schedule.simulate import memory_peaks, simulate
@@ -115,17 +116,21 @@ def test_a_cap_at_the_peak_passes_and_one_byte_less_does_not(problem: Problem, r
                 check(schedule, problem.with_(caps=caps))
 
 
-@given(problems(max_microbatches=1))
-def test_least_cap_is_what_one_microbatch_in_a_chain_needs(problem: Problem) -> None:
+@pytest.mark.parametrize("fusing", [False, True])
+@given(problem=problems(max_microbatches=1))
+def test_the_least_headroom_is_what_one_microbatch_needs(problem: Problem, fusing: bool) -> None:
+    """The peak of one microbatch's F's down and backwards up, all split or all fused."""
     one = problem.with_(num_microbatches=1)
+    split = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
     order: list[list[Action]] = [[] for _ in range(one.num_ranks)]
     for stage in range(one.num_stages):
         order[one.placement.rank_of[stage]].append(Action(Kind.FORWARD, stage, 0))
     for stage in reversed(range(one.num_stages)):
-        row = order[one.placement.rank_of[stage]]
-        row += [Action(Kind.BACKWARD_INPUT, stage, 0), Action(Kind.BACKWARD_WEIGHT, stage, 0)]
-    schedule = Schedule.of(one.placement, 1, order)
-    assert memory_peaks(schedule, one) == [least_cap(one, r) for r in range(one.num_ranks)]
+        kinds = (Kind.FULL_BACKWARD,) if fusing else split
+        order[one.placement.rank_of[stage]] += [Action(kind, stage, 0) for kind in kinds]
+    peaks = memory_peaks(Schedule.of(one.placement, 1, order), one)
+    least = [least_headroom(one, r, fusing=fusing) + one.static_bytes(r) for r in range(one.num_ranks)]
+    assert peaks == least
 
 
 def test_crossing_sends_deadlock_under_rendezvous_and_the_chain_is_named() -> None:

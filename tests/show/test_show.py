@@ -20,12 +20,12 @@ from zbcompile.planner.core.instance import to_schedule
 from zbcompile.planner.starts.classic import one_f_one_b as classic_1f1b
 from zbcompile.planner.starts.classic import zb_h1
 from zbcompile.schedule.communication import insert_communication
-from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
+from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
 from zbcompile.schedule.solution import Certificate
-from zbcompile.show.baseline import merge_stages, one_f_one_b
+from zbcompile.show.baseline import one_f_one_b
 from zbcompile.show.export import export
 from zbcompile.show.lanes import Box, Window, bar_lane, memory_lane
 from zbcompile.show.palette import ASCII, UNICODE
@@ -204,17 +204,9 @@ def test_1f1b_keeps_within_any_cap_it_runs_under(problem: Problem) -> None:
         assert baseline.why
 
 
-def test_merging_stages_keeps_work_bytes_and_flows() -> None:
-    stages = tuple(replace(StageCost.simple(k, k, k, k, k), static_bytes=k) for k in range(1, 5))
-    edges = (Edge(0, 1, 9, 9), Edge(0, 2, 5, 0, False), Edge(1, 2, 7, 3), Edge(2, 3, 1, 1))
-    problem = Problem.of(Profile(stages, edges, Link(4, 2)), Placement.v(2, 2), 3, cap=50)
-    merged = merge_stages(problem)
-    assert merged.placement == Placement.linear(2)
-    assert [s.forward_ns for s in merged.profile.stages] == [3, 7]
-    assert [s.static_bytes for s in merged.profile.stages] == [3, 7]
-    assert merged.profile.edges == (Edge(0, 1, 12, 3, True),)
-    assert merged.caps == (50, 50)
-    assert merge_stages(Problem.of(Profile(stages[:3]), Placement((0, 1, 0)))) is None
+def test_1f1b_needs_stages_that_divide_evenly() -> None:
+    problem = Problem.of(Profile.uniform(StageCost.simple(1, 1, 1), 3), Placement((0, 1, 0)))
+    assert one_f_one_b(problem).timeline is None
 
 
 def test_what_is_proved_is_said_and_no_more() -> None:

@@ -1,17 +1,24 @@
-"""Random small planning problems, and brute force over every order."""
+"""Random small planning problems, published ones, and brute force over every order."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Iterator
 from functools import cache
 
-from zbcompile.planner.core.instance import B, F, Instance, W, least_room
+from tests.support.places import DATA
+from zbcompile.planner.core.instance import B, Codes, F, Instance, W
 from zbcompile.planner.core.score import fits, value_of
+from zbcompile.planner.core.scorer import Scorer
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.least_memory import least_headroom
 from zbcompile.schedule.problem import Problem
+
+PEER = json.loads((DATA / "peer_schedules.json").read_text())["runs"]
+V_STAGE = StageCost.simple(11_347, 11_248, 8_132, 34, 16)
 
 
 def random_placement(rng: random.Random, ranks: int) -> Placement:
@@ -51,11 +58,8 @@ def random_problem(
     profile = Profile(stages, link=Link(rng.randint(0, 2)))
     objective = objective or rng.choice(("span", "makespan"))
     problem = Problem.of(profile, placement, microbatches, None, objective)
-    instance = Instance.of(problem)
-    caps = tuple(
-        max(least_room(instance, r), int(least_room(instance, r) * rng.uniform(1, microbatches)))
-        for r in range(ranks)
-    )
+    least = [least_headroom(problem, r) for r in range(ranks)]
+    caps = tuple(max(need, int(need * rng.uniform(1, microbatches))) for need in least)
     return problem.with_(caps=caps)
 
 
@@ -91,3 +95,27 @@ def brute_force(problem: Problem) -> int:
     ]
     values = (value_of(instance, list(rows)) for rows in itertools.product(*alone))
     return min(value for value in values if value is not None)
+
+
+def v_problem(p: int, m: int, cap: int, latency: int = 754) -> Problem:
+    """Two equal stages per rank in a V."""
+    return Problem.of(Profile.uniform(V_STAGE, 2 * p, latency), Placement.v(p), m, cap, "span")
+
+
+def peer_problem(p: int, m: int, name: str, objective: str) -> tuple[Problem, int]:
+    """A published profile at the memory of the peer's own order, and the value of that order."""
+    row = next(r for r in PEER if r["set"] == "paper" and (r["p"], r["m"]) == (p, m))
+    peer = row["schedules"][name]
+    stage = StageCost.simple(row["TF"] * 500, row["TB"] * 500, row["TW"] * 500, row["mem"][0], -row["mem"][2])
+    cap = round(2 * row["mem"][0] * peer["peak_over_MB"])
+    profile = Profile.uniform(stage, 2 * p, row["Tcomm"] * 1000)
+    problem = Problem.of(profile, Placement.v(p), m, cap, objective)
+    return problem, round(peer["longest_stage" if objective == "span" else "makespan"] * 1000)
+
+
+def score(instance: Instance, codes: Codes | None) -> int:
+    """The objective of a legal order."""
+    assert codes is not None
+    found = Scorer(instance).score(codes)
+    assert found is not None
+    return found[0]

@@ -1,6 +1,6 @@
 """``zbcompile plan``: finds the best order for a profile.
 
-The planner is imported when the command runs: its solver takes most of a second to load.
+The planner proper is imported when the command runs: its solver takes most of a second to load.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Reporter:
         self.rewrite = sys.stderr.isatty()
 
     def __call__(self, progress: Progress) -> None:
-        self.interrupted |= progress.step == "interrupted"
+        self.interrupted |= progress.interrupted
         if self.quiet:
             return
         unit = time_unit(progress.bound_ns)

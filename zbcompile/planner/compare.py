@@ -22,12 +22,25 @@ _FUSED = ("1F1B", "GPipe", "interleaved 1F1B")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One order under the problem's costs, times in ns, bytes with static bytes.
+    """One order under the problem's costs; bytes include static bytes.
 
-    bubble : 1 - work of the busiest rank / value of the problem's objective.
-    fits : whether it stays under the problem's caps.
-    ours_ns : value of our order on the same placement with each rank's cap at this order's peak;
-        for our own row, its value. bound_ns : no order at that memory is shorter.
+    Attributes
+    ----------
+    name, placement, objective
+        What the order is called, its placement's name, and the objective.
+    span_ns, makespan_ns
+        Its times.
+    bubble
+        1 - work of the busiest rank / value of the problem's objective.
+    peak_bytes
+        Most bytes held, per rank.
+    fits
+        Whether it stays under the problem's caps.
+    ours_ns
+        Value of our order on the same placement with each rank's cap at this order's peak; for our own row,
+        its value.
+    bound_ns
+        No order at that memory is shorter.
     """
 
     name: str
@@ -53,7 +66,7 @@ class Comparison:
 
 
 def placements(problem: Problem) -> list[Placement]:
-    """The problem's placement first, then those of published orders for as many stages and ranks."""
+    """Return the problem's placement, then those of published orders for as many stages and ranks."""
     p, count = problem.num_ranks, problem.num_stages
     found = [problem.placement]
     if count % p == 0 and count > p:
@@ -65,10 +78,25 @@ def placements(problem: Problem) -> list[Placement]:
 
 
 def compare(problem: Problem, *, seconds_per_row: float = 2.0, seed: int = 0) -> list[Comparison]:
-    """All published orders that apply, and ours: first our row under the problem's caps, then theirs.
+    """Return all published orders that apply, and ours: first our row under the problem's caps, then theirs.
 
-    Stages run as they are, without variants, on both sides. Raises `InfeasibleError` when no order
-    of the problem fits under its caps.
+    Stages run as they are, without variants, on both sides.
+
+    Parameters
+    ----------
+    problem
+        The problem.
+    seconds_per_row
+        Time limit for our order at the memory of each row; our own row gets three times as much.
+    seed
+        Decides all random choices.
+
+    Raises
+    ------
+    InfeasibleError
+        No order of the problem fits under its caps.
+    UsageError
+        The time limit is negative.
     """
     if seconds_per_row < 0:
         raise UsageError("a time limit cannot be negative", given=seconds_per_row)
@@ -95,6 +123,7 @@ def compare(problem: Problem, *, seconds_per_row: float = 2.0, seed: int = 0) ->
 
 
 def _published(problem: Problem, seconds: float, seed: int) -> Iterator[Comparison]:
+    """Yield the published orders for the placement of a problem."""
     for name, codes in orders_for(problem):
         schedule = to_schedule(codes, problem)
         timeline = simulate(schedule, problem)
@@ -120,10 +149,10 @@ def _published(problem: Problem, seconds: float, seed: int) -> Iterator[Comparis
 
 
 def verdict(rows: list[Comparison], threshold: float = 0.01) -> str:
-    """What the table says about zero bubble, in one sentence.
+    """Return what the table says about zero bubble, in one sentence.
 
-    Ours is held against the best order without zero bubble that fits the caps, else the best at any
-    memory. It does not pay where it saves less than ``threshold``.
+    Ours is held against the best order without zero bubble that fits the caps, else the best at any memory.
+    It does not pay if it saves less than ``threshold``.
     """
     ours = next(row for row in rows if row.is_ours)
     plain = [row for row in rows if row.name in _FUSED]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from zbcompile.errors import NoOrderError
-from zbcompile.planner.bounds.analytic import Bound
-from zbcompile.planner.core.instance import Codes, Instance, shaped, to_schedule
+from zbcompile.planner.bounds.bound import Bound
+from zbcompile.planner.core.instance import Codes, Fusing, Instance, shaped, to_schedule
 from zbcompile.planner.core.score import fits, value_of
 from zbcompile.planner.core.times import Clock
 from zbcompile.schedule.check import check
@@ -16,21 +17,73 @@ from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Certificate, Solution
 
-__all__ = ["Incumbent", "Progress"]
+__all__ = ["Incumbent", "PlanState", "Progress"]
+
+
+class PlanState(enum.Enum):
+    """Whether a search goes on or was ended by the user."""
+
+    SEARCHING = "searching"
+    INTERRUPTED = "interrupted"
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One line of progress: best value (``None``: no order yet), bound, seconds since the start, step."""
+    """One report of progress.
+
+    Attributes
+    ----------
+    best_ns
+        Value of the best order so far, ``None`` if there is none.
+    bound_ns
+        The best bound so far.
+    seconds
+        Time since the start.
+    step
+        What was done, for people.
+    state
+        Whether the search goes on.
+    """
 
     best_ns: int | None
     bound_ns: int
     seconds: float
     step: str
+    state: PlanState = PlanState.SEARCHING
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the user ended the search."""
+        return self.state is PlanState.INTERRUPTED
 
 
 class Incumbent:
-    """The best order of one problem and the best bound; orders are offered, bounds raised."""
+    """The best order of one problem and the best bound: orders are offered, bounds raised.
+
+    Parameters
+    ----------
+    problem
+        The problem.
+    bound
+        A first bound.
+    time_limit_s
+        Seconds until the search has to end.
+    observer
+        Called with a `Progress` at every better order or bound.
+    fusing
+        Which backwards orders fuse: every order offered is brought into that shape.
+
+    Attributes
+    ----------
+    problem, instance, clock
+        The problem, the same as plain tuples, and what times its orders.
+    bound
+        The best bound.
+    codes, value, origin
+        The best order, its value in ns and how it was found; ``None`` and empty before the first order.
+    pool
+        Up to twelve (value, order) of different values, best first.
+    """
 
     def __init__(
         self,
@@ -39,14 +92,13 @@ class Incumbent:
         *,
         time_limit_s: float,
         observer: Callable[[Progress], None] | None = None,
-        started: float | None = None,
-        fuse: str = "auto",
+        fusing: Fusing = Fusing.AUTO,
     ) -> None:
         self.problem, self.instance, self.bound = problem, Instance.of(problem), bound
-        self.started = time.monotonic() if started is None else started
+        self.started = time.monotonic()
         self.deadline = self.started + time_limit_s
         self.observer = observer
-        self.clock, self.fuse = Clock.of(problem), fuse
+        self.clock, self.fusing = Clock.of(problem), fusing
         self.codes: Codes | None = None
         self.pool: list[tuple[int, Codes]] = []
         self.value: int | None = None
@@ -54,28 +106,41 @@ class Incumbent:
 
     @property
     def done(self) -> bool:
-        """True when the best order meets the bound or the time is over."""
+        """Whether the best order meets the bound, or there is an order and the time is over."""
         return self.proved or (self.value is not None and self.seconds_left <= 0)
 
     @property
     def proved(self) -> bool:
-        """True when the best order meets the bound."""
+        """Whether the best order meets the bound."""
         return self.value is not None and self.value <= self.bound.value_ns
 
     @property
     def seconds_left(self) -> float:
-        """Time until the limit."""
+        """Time until the limit in seconds."""
         return self.deadline - time.monotonic()
 
     def measure(self, codes: Codes) -> int | None:
-        """Value of an order under the problem's transport; ``None`` on deadlock."""
+        """Return the value of an order in ns under the problem's transport, or ``None`` on deadlock."""
         if self.problem.transport == "async":
             return value_of(self.instance, codes)
         return self.clock.value(codes)
 
     def offer(self, codes: Codes | None, origin: str) -> bool:
-        """Take an order, split or fused as asked for, if it fits and is shorter. True if taken."""
-        codes = None if codes is None else shaped(codes, self.fuse)
+        """Take an order if it fits and is shorter than the best.
+
+        Parameters
+        ----------
+        codes
+            The order; ``None`` is never taken.
+        origin
+            How it was found, for people and files.
+
+        Returns
+        -------
+        bool
+            Whether it was taken.
+        """
+        codes = None if codes is None else shaped(codes, self.fusing)
         if codes is None or not fits(self.instance, codes):
             return False
         value = self.measure(codes)
@@ -90,27 +155,32 @@ class Incumbent:
         return True
 
     def raise_bound(self, bound: Bound) -> None:
-        """Keep the better bound."""
+        """Keep the better of two bounds."""
         if bound.value_ns > self.bound.value_ns:
             self.bound = bound
             self.report(bound.method)
 
-    def report(self, step: str) -> None:
-        """Tell the observer."""
+    def report(self, step: str, state: PlanState = PlanState.SEARCHING) -> None:
+        """Tell the observer how far the search is."""
         if self.observer is not None:
             seconds = time.monotonic() - self.started
-            self.observer(Progress(self.value, self.bound.value_ns, seconds, step))
+            self.observer(Progress(self.value, self.bound.value_ns, seconds, step, state))
+
+    def interrupt(self) -> None:
+        """Tell the observer that the user ended the search."""
+        self.report("interrupted", PlanState.INTERRUPTED)
 
     def schedule(self) -> Schedule:
-        """The best order with numbered microbatches."""
+        """Return the best order with numbered microbatches. Raises `NoOrderError` if there is none."""
         if self.codes is None:
             raise NoOrderError("no order was found in the time given", fix="raise the time limit")
         return to_schedule(self.codes, self.problem)
 
-    def solution(self, variants: tuple[int, ...] = ()) -> Solution:
+    def solution(self) -> Solution:
         """Have the best order judged by `check`, and certify it.
 
-        Its value was measured by the fast clocks, which equal `zbcompile.schedule.simulate` by test.
+        Its value was measured by the fast clocks, which equal `zbcompile.schedule.simulate` by test. Raises
+        `NoOrderError` if there is no order.
         """
         schedule, value = self.schedule(), self.value
         assert value is not None
@@ -118,4 +188,4 @@ class Incumbent:
         certificate = Certificate(
             self.problem.objective, value, self.bound.value_ns, self.bound.method, self.bound.witness
         )
-        return Solution(self.problem, schedule, certificate, variants, self.origin)
+        return Solution(self.problem, schedule, certificate, origin=self.origin)

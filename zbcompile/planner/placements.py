@@ -1,7 +1,7 @@
-"""Placement ``auto``: plan for every placement that the stages and ranks allow, keep the best.
+"""Placement ``auto``: plan for every placement that the stages and ranks allow, and keep the best.
 
-All are judged under the same caps. The most promising by its lower bound goes first; a placement
-whose bound is no better than an order already found is settled without a search.
+All are judged under the same caps. The most promising by its lower bound goes first; a placement whose bound
+is no better than an order already found is settled without a search.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from zbcompile.errors import InfeasibleError, UsageError
-from zbcompile.planner.plan import Progress, plan
+from zbcompile.planner.core.instance import Fusing
+from zbcompile.planner.incumbent import PlanState, Progress
+from zbcompile.planner.plan import plan
 from zbcompile.planner.variants import joint_bound
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
@@ -23,9 +25,18 @@ __all__ = ["AutoResult", "Tried", "contiguous", "placements_for", "plan_auto"]
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One placement: its best order's value and bound in ns, or why it has none.
+    """One placement and what came of it.
 
-    value_ns : ``None`` where it was not searched (``note`` says why).
+    Attributes
+    ----------
+    placement, name
+        The placement, and what it is called.
+    value_ns
+        Value of its best order, ``None`` if it was not searched.
+    bound_ns
+        Its lower bound, ``None`` if nothing fits.
+    note
+        Why it was not searched, or why nothing fits.
     """
 
     placement: Placement
@@ -44,9 +55,14 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class AutoResult:
-    """The best solution and all that was tried, in order.
+    """The best solution and all that was tried.
 
-    bound_ns : no order of any of the placements is shorter.
+    Attributes
+    ----------
+    solution
+        The best solution.
+    tried
+        All placements in the order in which they were tried.
     """
 
     solution: Solution
@@ -54,12 +70,12 @@ class AutoResult:
 
     @property
     def bound_ns(self) -> int:
-        """The least bound of the placements that fit."""
+        """The least bound of the placements that fit: no order of any of them is shorter."""
         return min(t.bound_ns for t in self.tried if t.bound_ns is not None)
 
 
 def contiguous(problem: Problem, ranks: int) -> Placement:
-    """Neighbouring stages on one rank, with the busiest rank's work as small as possible."""
+    """Return the placement of neighbouring stages with the busiest rank's work as small as possible."""
     profile = problem.profile
     work = [
         min(stage.backward_input_ns + stage.backward_weight_ns, stage.full_backward_ns) + stage.forward_ns
@@ -81,20 +97,25 @@ def contiguous(problem: Problem, ranks: int) -> Placement:
 
 
 def placements_for(problem: Problem, ranks: int) -> list[tuple[str, Placement]]:
-    """Linear where every rank gets one stage; else contiguous, looped and V. No two alike.
+    """Return the placements to try, named: contiguous (linear for one stage per rank), looped and V.
 
-    Where the stages do not divide, looped and V leave some ranks with one stage fewer.
+    No two are alike. Where the stages do not divide, looped and V leave some ranks with one stage fewer.
+
+    Raises
+    ------
+    UsageError
+        There are more ranks than stages, or none.
     """
     stages = problem.profile.num_stages
     if not 1 <= ranks <= stages:
         raise UsageError(
             f"{ranks} ranks cannot share {stages} stages", needed=f"1 to {stages} ranks", given=ranks
         )
-    turns = -(-stages // ranks)
+    per_rank = -(-stages // ranks)
     named = [
         ("linear" if stages == ranks else "contiguous", contiguous(problem, ranks)),
-        ("v", Placement(Placement.v(ranks, turns).rank_of[:stages])),
-        ("looped", Placement(Placement.looped(ranks, turns).rank_of[:stages])),
+        ("v", Placement(Placement.v(ranks, per_rank).rank_of[:stages])),
+        ("looped", Placement(Placement.looped(ranks, per_rank).rank_of[:stages])),
     ]
     result: list[tuple[str, Placement]] = []
     for name, placement in named:
@@ -109,15 +130,31 @@ def plan_auto(
     time_limit_s: float = 10.0,
     seed: int = 0,
     observer: Callable[[Progress], None] | None = None,
-    fuse: str = "auto",
+    fuse: str | Fusing = Fusing.AUTO,
     variants: bool = True,
 ) -> AutoResult:
-    """Plan for every placement of the problem's stages on its ranks; the problem's own is only a count.
+    """Plan for every placement of the problem's stages on its ranks.
 
-    The time left is shared evenly among the placements still to be searched. Raises
-    `InfeasibleError`, that of the first placement, when none fits under the caps.
+    The time left is shared evenly among the placements still to be searched.
+
+    Parameters
+    ----------
+    problem
+        What to plan for; its own placement only says how many ranks there are.
+    time_limit_s, seed, observer, fuse, variants
+        As in `zbcompile.planner.plan.plan`.
+
+    Returns
+    -------
+    AutoResult
+        The best solution, and all that was tried.
+
+    Raises
+    ------
+    InfeasibleError
+        No placement fits under the caps; the error is that of the first placement.
     """
-    started = time.monotonic()
+    started, fusing = time.monotonic(), Fusing.of(fuse)
     order, tried, refused = [], [], None
     for rank, (name, placement) in enumerate(placements_for(problem, problem.num_ranks)):
         here = problem.with_(placement=placement)
@@ -136,7 +173,7 @@ def plan_auto(
         limit = max(0.2, left / (len(order) - k))
         relay.name = name
         try:
-            found = plan(here, time_limit_s=limit, seed=seed, observer=relay, fuse=fuse, variants=variants)
+            found = plan(here, time_limit_s=limit, seed=seed, observer=relay, fuse=fusing, variants=variants)
         except InfeasibleError as error:
             refused = refused or error
             tried.append(Tried(here.placement, name, None, None, error.what))
@@ -157,12 +194,19 @@ class _Relay:
     def __init__(self, bound: int, observer: Callable[[Progress], None] | None, started: float) -> None:
         self.bound, self.observer, self.started = bound, observer, started
         self.best: int | None = None
-        self.interrupted, self.name = False, ""
+        self.state, self.name = PlanState.SEARCHING, ""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the user ended the search."""
+        return self.state is PlanState.INTERRUPTED
 
     def __call__(self, progress: Progress) -> None:
-        self.interrupted |= progress.step == "interrupted"
+        if progress.state is PlanState.INTERRUPTED:
+            self.state = progress.state
         if progress.best_ns is not None and (self.best is None or progress.best_ns < self.best):
             self.best = progress.best_ns
         if self.observer is not None:
+            seconds = time.monotonic() - self.started
             step = progress.step if self.interrupted else f"{self.name}: {progress.step}"
-            self.observer(Progress(self.best, self.bound, time.monotonic() - self.started, step))
+            self.observer(Progress(self.best, self.bound, seconds, step, progress.state))

@@ -1,14 +1,14 @@
-"""The straight line: bound, seeds, search, proof, certificate."""
+"""Planning from a problem to a certified order: bound, initial orders, search, proof, certificate."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
 
-from zbcompile.errors import UsageError
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.blocking_send import blocking_send_bound
-from zbcompile.planner.core.instance import check_caps
+from zbcompile.planner.core.instance import Fusing
+from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.exact.proofs import (
     EXACT_ACTIONS,
     crossing_applies,
@@ -18,14 +18,15 @@ from zbcompile.planner.exact.proofs import (
     prove_from_below,
     quick_crossing_bound,
 )
-from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.improve.fuse import fusing_tries, improve_fusing
 from zbcompile.planner.incumbent import Incumbent, Progress
-from zbcompile.planner.search import Effort, Search, pattern_orders
+from zbcompile.planner.search import Effort, Search
+from zbcompile.planner.starts.coarse import coarse_problem, taken_apart
 from zbcompile.planner.starts.initial import try_classic, try_list_schedules
-from zbcompile.planner.starts.merged import merged, taken_apart
+from zbcompile.planner.starts.offset_key_orders import offset_key_orders
 from zbcompile.planner.starts.stretch import stretch
 from zbcompile.planner.variants import fixed, offers_variants, plan_variants
+from zbcompile.schedule.least_memory import check_caps
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
 
@@ -33,6 +34,7 @@ __all__ = ["Progress", "plan"]
 
 _LONG = 2500
 """Actions beyond which several stages per rank are planned short first."""
+
 _BLOCKS = 12
 """The microbatches to repeat are a multiple of this, so that blocks of 1, 2, 3, 4, 6 and 12 will do."""
 
@@ -43,83 +45,123 @@ def plan(
     time_limit_s: float = 10.0,
     seed: int = 0,
     observer: Callable[[Progress], None] | None = None,
-    fuse: str = "auto",
+    fuse: str | Fusing = Fusing.AUTO,
     variants: bool = True,
 ) -> Solution:
     """Find the best order that the time allows, with a certificate.
 
-    time_limit_s : outer limit. The search is counted in tries, more of them for a higher limit, so
-        that the same seed and limit give the same bytes wherever proof or count ends the search.
-    observer : called with a `Progress` at every better order or bound.
-    fuse : ``auto`` (BW where it helps), ``never`` or ``always``.
-    variants : whether stages may run as one of their variants.
+    Ctrl-C ends the search and keeps the best order.
 
-    Raises `InfeasibleError` naming the rank and the least cap that works. Ctrl-C ends the search
-    and keeps the best order.
+    Parameters
+    ----------
+    problem
+        What to plan for.
+    time_limit_s
+        Outer limit in seconds. The search is counted in tries, more of them for a higher limit, so that the
+        same seed and limit give the same bytes wherever proof or count ends the search.
+    seed
+        Decides all random choices.
+    observer
+        Called with a `Progress` at every better order or bound.
+    fuse
+        ``auto`` (BW where it helps), ``never`` or ``always``.
+    variants
+        Whether stages may run as one of their variants.
+
+    Returns
+    -------
+    Solution
+        The order with its certificate.
+
+    Raises
+    ------
+    InfeasibleError
+        No order fits under the caps; names the rank and the least cap that works.
+    NoOrderError
+        No order was found in the time given.
+    UsageError
+        The choice of fusing is unknown.
     """
-    if fuse not in ("auto", "never", "always"):
-        raise UsageError(f"unknown choice of fusing {fuse!r}", needed="auto, never or always")
-    if offers_variants(problem):
-        if variants:
-            return plan_variants(
-                problem,
-                lambda p, limit, tell: plan(p, time_limit_s=limit, seed=seed, observer=tell, fuse=fuse),
-                lambda p: quick_value(p, seed, fuse),
-                time_limit_s=time_limit_s,
-                observer=observer,
-            )
-        problem = fixed(problem, (0,) * problem.num_stages)
-    check_caps(problem, fusing=fuse != "never")
-    incumbent = Incumbent(
-        problem, best_bound(problem), time_limit_s=time_limit_s, observer=observer, fuse=fuse
+    fusing = Fusing.of(fuse)
+    if not offers_variants(problem):
+        return _plan_order(problem, time_limit_s, seed, observer, fusing)
+    if not variants:
+        plain = fixed(problem, (0,) * problem.num_stages)
+        return _plan_order(plain, time_limit_s, seed, observer, fusing)
+    return plan_variants(
+        problem,
+        lambda p, limit, tell: _plan_order(p, limit, seed, tell, fusing),
+        lambda p: quick_value(p, seed, fusing),
+        time_limit_s=time_limit_s,
+        observer=observer,
     )
-    holding = blocking_send_bound(problem)
-    if holding is not None:
-        incumbent.raise_bound(holding)
-    actions = 3 * incumbent.instance.num_stages * incumbent.instance.num_microbatches
-    level = max(1, round(time_limit_s / 10))
+
+
+def _plan_order(
+    problem: Problem,
+    time_limit_s: float,
+    seed: int,
+    observer: Callable[[Progress], None] | None,
+    fusing: Fusing,
+) -> Solution:
+    """Plan a problem without variants; the parameters are those of `plan`."""
+    check_caps(problem, fusing=fusing is not Fusing.NEVER)
+    incumbent = Incumbent(
+        problem, best_bound(problem), time_limit_s=time_limit_s, observer=observer, fusing=fusing
+    )
+    blocking = blocking_send_bound(problem)
+    if blocking is not None:
+        incumbent.raise_bound(blocking)
     try:
-        try_classic(incumbent)
-        tries = max(60, min(300, 150_000 // actions)) if problem.transport == "async" else 12
-        try_list_schedules(incumbent, tries=tries, seed=seed)
-        try_merged(incumbent, tries=tries // 2, seed=seed)
-        if fuse == "auto":
-            share = 0.3 if problem.transport == "async" else 0.9
-            improve_fusing(incumbent, tries=fusing_tries(actions) * level, seed=seed, share=share)
-        if actions <= EXACT_ACTIONS // 2 and not crossing_applies(incumbent):
-            prove_exact(incumbent, seed, time_limit_s / 4)
-        search(incumbent, seed, time_limit_s)
-        if fuse == "auto" and problem.transport == "async":
-            tries = fusing_tries(actions) * level // 3
-            improve_fusing(incumbent, tries=tries, seed=seed, share=0.3, whole=False)
-        prove_exact(incumbent, seed, time_limit_s)
+        _find(incumbent, seed, time_limit_s)
     except KeyboardInterrupt:
-        incumbent.report("interrupted")
+        incumbent.interrupt()
     return incumbent.solution()
 
 
-def try_merged(incumbent: Incumbent, tries: int, seed: int) -> None:
-    """Where ranks hold neighbouring stages: orders of the problem with each rank's stages as one."""
-    whole = merged(incumbent.problem)
-    if whole is None or incumbent.done:
+def _find(incumbent: Incumbent, seed: int, time_limit_s: float) -> None:
+    """Look for orders, and for proofs in between: one part after the other until value meets bound."""
+    problem, auto = incumbent.problem, incumbent.fusing is Fusing.AUTO
+    actions = 3 * incumbent.instance.num_stages * incumbent.instance.num_microbatches
+    level = max(1, round(time_limit_s / 10))
+    try_classic(incumbent)
+    tries = max(60, min(300, 150_000 // actions)) if problem.transport == "async" else 12
+    try_list_schedules(incumbent, tries=tries, seed=seed)
+    try_coarse(incumbent, tries=tries // 2, seed=seed)
+    if auto:
+        share = 0.3 if problem.transport == "async" else 0.9
+        improve_fusing(incumbent, tries=fusing_tries(actions) * level, seed=seed, share=share)
+    if actions <= EXACT_ACTIONS // 2 and not crossing_applies(incumbent):
+        prove_exact(incumbent, seed, time_limit_s / 4)
+    search(incumbent, seed, time_limit_s)
+    if auto and problem.transport == "async":
+        tries = fusing_tries(actions) * level // 3
+        improve_fusing(incumbent, tries=tries, seed=seed, share=0.3, whole=False)
+    prove_exact(incumbent, seed, time_limit_s)
+
+
+def try_coarse(incumbent: Incumbent, tries: int, seed: int) -> None:
+    """Where ranks hold neighbouring stages, offer orders of the problem with each rank's stages as one."""
+    coarse = coarse_problem(incumbent.problem)
+    if coarse is None or incumbent.done:
         return
-    inner = Incumbent(whole, best_bound(whole), time_limit_s=incumbent.seconds_left / 3, fuse=incumbent.fuse)
+    seconds = incumbent.seconds_left / 3
+    inner = Incumbent(coarse, best_bound(coarse), time_limit_s=seconds, fusing=incumbent.fusing)
     try_classic(inner)
     try_list_schedules(inner, tries=tries, seed=seed)
     for _, codes in inner.pool:
         incumbent.offer(taken_apart(codes, incumbent.problem), f"merged stages, {inner.origin}")
 
 
-def quick_value(problem: Problem, seed: int, fuse: str) -> int | None:
-    """The value of the first orders alone: to rank assignments of variants and placements."""
-    incumbent = Incumbent(problem, best_bound(problem), time_limit_s=2.0, fuse=fuse)
+def quick_value(problem: Problem, seed: int, fusing: Fusing) -> int | None:
+    """Return the value of the first orders alone, to rank assignments of variants and placements."""
+    incumbent = Incumbent(problem, best_bound(problem), time_limit_s=2.0, fusing=fusing)
     try_classic(incumbent)
     try_list_schedules(incumbent, tries=12, seed=seed)
-    try_merged(incumbent, tries=12, seed=seed)
+    try_coarse(incumbent, tries=12, seed=seed)
     if any(len(stages) > 1 for stages in incumbent.instance.stages_of):
-        for _, _, codes in pattern_orders(
-            incumbent, Annealer(incumbent.instance), Effort(6, 12, 0), random.Random(seed)
-        ):
+        scorer, rng = Scorer(incumbent.instance), random.Random(seed)
+        for _, _, codes in offset_key_orders(incumbent, scorer, rng, blocks=6, dispatches=12):
             incumbent.offer(codes, "pattern")
     return incumbent.value
 
@@ -140,7 +182,7 @@ def search(incumbent: Incumbent, seed: int, time_limit_s: float) -> None:
     run = Search(incumbent, Effort.of(instance, level), seed)
     run.start([codes for _, codes in incumbent.pool])
     if not long:
-        run.add_patterns()
+        run.add_offset_key_orders()
     quick_crossing_bound(incumbent, seed, time_limit_s / 12)
     reserve_s = time_limit_s * proof_share(incumbent, time_limit_s)
     run.anneal_folded(reserve_s)
@@ -156,18 +198,17 @@ def _plan_short(incumbent: Incumbent, seed: int, level: int) -> None:
     if count >= m:
         return
     problem = incumbent.problem.with_(num_microbatches=count)
-    inner = Incumbent(
-        problem, best_bound(problem), time_limit_s=max(0.0, incumbent.seconds_left * 0.6), fuse=incumbent.fuse
-    )
+    seconds = max(0.0, incumbent.seconds_left * 0.6)
+    inner = Incumbent(problem, best_bound(problem), time_limit_s=seconds, fusing=incumbent.fusing)
     try_classic(inner)
     run = Search(inner, Effort.of(inner.instance, max(1, level // 2)), seed)
     run.start([codes for _, codes in inner.pool])
     found = run.anneal_folded(last=9)
-    run.add_patterns()
+    run.add_offset_key_orders()
     for folded in found + run.anneal_folded():
         incumbent.offer(folded.grown(m), "repeated")
     run.anneal()
-    whole = Annealer(instance)
+    whole = Scorer(instance)
     for _, codes in inner.pool[:2]:
         for stretched in stretch(instance, codes, count, whole):
             incumbent.offer(stretched, "stretched")

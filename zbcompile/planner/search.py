@@ -1,4 +1,4 @@
-"""Search beyond the first orders: patterns and list schedules evolved, then annealing by halving.
+"""Search beyond the first orders: more orders to begin with, then annealing by halving.
 
 Everything is counted in tries, so that a seed decides the result; the time limit only cuts it off.
 """
@@ -14,36 +14,42 @@ from dataclasses import dataclass, replace
 
 from zbcompile.planner.core.dispatch import Dispatcher
 from zbcompile.planner.core.instance import Codes, Instance, is_chain
-from zbcompile.planner.core.tables import HAVE_NUMBA, unpack
+from zbcompile.planner.core.scorer import Scored, Scorer
+from zbcompile.planner.core.tables import HAVE_NUMBA
 from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.improve.fold import Folded, fold
 from zbcompile.planner.improve.redispatch import redispatched
 from zbcompile.planner.incumbent import Incumbent
 from zbcompile.planner.starts.kind_ranking import kind_ranking_orders
-from zbcompile.planner.starts.offset_keys import OffsetKeys, mutate, standard_patterns, waves_of
-from zbcompile.planner.starts.repeated_blocks import block_order
+from zbcompile.planner.starts.offset_key_orders import offset_key_orders
 from zbcompile.planner.starts.v_list import v_list_orders
 
-__all__ = ["Effort", "Search", "block_orders", "dispatched_orders", "pattern_orders"]
+__all__ = ["Effort", "Search"]
 
 
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How much to search.
 
-    blocks, dispatches : patterns tried by each decoder. tries : annealing tries per order in the first
-    round; three times as many in each further round, over the better third of the orders. seeds : most
-    orders annealed: few where every try is slow.
+    Attributes
+    ----------
+    blocks, dispatches
+        Tries of each decoder of offset keys.
+    tries
+        Annealing tries per order in the first round; three times as many in each further round, over the
+        better third of the orders.
+    orders
+        Most orders annealed: few where every try is slow.
     """
 
-    blocks: int = 40
-    dispatches: int = 400
-    tries: int = 10_000
-    seeds: int = 12
+    blocks: int
+    dispatches: int
+    tries: int
+    orders: int
 
     @staticmethod
     def of(instance: Instance, level: int = 1) -> Effort:
-        """A budget that shrinks with the number of actions, so that the seconds stay in bounds."""
+        """Return a budget that shrinks with the number of actions, so that the seconds stay in bounds."""
         actions = 3 * instance.num_stages * instance.num_microbatches
         scale = min(1.0, 1200 / actions)
         return Effort(
@@ -54,130 +60,55 @@ class Effort:
         )
 
 
-Scored = tuple[int, int, Codes]
 _HEATS = (4e-4, 1.5e-4)
 _CHAIN_HEATS = (4e-4, 3e-3, 1e-3, 1.5e-4)
 """First temperatures to take in turn, as shares of the value; a chain's values lie further apart."""
+
 _HOPELESS = 1.05
 """Orders longer than the best by this factor are not annealed, but three are always."""
 
 
-def block_orders(instance: Instance, annealer: Annealer, tries: int, rng: random.Random) -> list[Scored]:
-    """The two best orders of `tries` patterns decoded as repeated blocks."""
-    standard = standard_patterns(len(waves_of(instance)), instance.num_ranks)
-    pool: list[tuple[int, int, OffsetKeys, Codes]] = []
-    for k in range(tries):
-        if k < len(standard) or not pool:
-            pattern = standard[k % len(standard)]
-        else:
-            pattern = mutate(pool[rng.randrange(min(8, len(pool)))][2], rng)
-        codes = block_order(instance, pattern)
-        score = annealer.score(codes)
-        if score is not None and all(score != entry[:2] for entry in pool):
-            pool = sorted([*pool, (*score, pattern, codes)], key=lambda entry: entry[:2])[:12]
-    return [(value, score, codes) for value, score, _, codes in pool[:2]]
-
-
-def dispatched_orders(
-    instance: Instance,
-    annealer: Annealer,
-    dispatcher: Dispatcher,
-    tries: int,
-    period: int,
-    rng: random.Random,
-) -> list[Scored]:
-    """The two best orders of `tries` recipes decoded by keyed dispatch; it ends after a third without gain.
-
-    A recipe is a pattern and the most microbatches in flight per stage; both are changed, since
-    under a tight cap the limits decide more than the pattern.
-    """
-    standard = [
-        replace(pattern, period=period)
-        for pattern in standard_patterns(len(waves_of(instance)), instance.num_ranks)
-    ]
-    pool: list[tuple[int, int, OffsetKeys, list[int], Codes]] = []
-    gained = 0
-    for k in range(tries):
-        if k - gained > tries // 3:
-            break
-        turn, first = divmod(k, len(standard))
-        if turn < 3 or not pool:
-            pattern = standard[first]
-            keys, flying = pattern.keys(instance)
-            flying = [limit + turn for limit in flying]
-        else:
-            _, _, pattern, flying, _ = pool[rng.randrange(min(8, len(pool)))]
-            if rng.random() < 0.5:
-                pattern = mutate(pattern, rng)
-            else:
-                flying = list(flying)
-                for _ in range(rng.randint(1, 3)):
-                    s = rng.randrange(len(flying))
-                    flying[s] = max(1, flying[s] + rng.choice((-1, 1)))
-            keys, _ = pattern.keys(instance)
-        line = dispatcher.run_line(keys, flying, pattern.share)
-        score = None if line is None else annealer.score_line(dispatcher.offsets, line)
-        if score is None or (len(pool) == 16 and score >= pool[-1][:2]):
-            continue
-        if all(score != entry[:2] for entry in pool):
-            gained = k if not pool or score[0] < pool[0][0] else gained
-            codes = unpack(instance, dispatcher.offsets, line)
-            pool = sorted([*pool, (*score, pattern, flying, codes)], key=lambda entry: entry[:2])[:16]
-    return [(entry[0], entry[1], entry[4]) for entry in pool[:2]]
-
-
-def pattern_orders(
-    incumbent: Incumbent, annealer: Annealer, effort: Effort, rng: random.Random
-) -> list[Scored]:
-    """Orders from patterns by both decoders, as far as the time goes."""
-    found: list[Scored] = []
-    several = any(len(stages) > 1 for stages in incumbent.instance.stages_of)
-    if several and incumbent.seconds_left > 0:
-        found = block_orders(incumbent.instance, annealer, effort.blocks, rng)
-    dispatcher, slots = (
-        Dispatcher(incumbent.instance),
-        3 * -(-incumbent.instance.num_stages // incumbent.instance.num_ranks),
-    )
-    periods = (slots, slots + 2, slots + 3, slots + 2, slots + 3, slots) if several else (slots, 2 * slots)
-    for period in periods:
-        own = random.Random(rng.random())
-        if incumbent.seconds_left > 0:
-            found += dispatched_orders(
-                incumbent.instance, annealer, dispatcher, effort.dispatches, period, own
-            )
-    return found
-
-
 class Search:
-    """A search in steps: `start` collects orders, `anneal_folded` and `anneal` improve them by halving."""
+    """A search in steps: `start` collects orders, `anneal_folded` and `anneal` improve them by halving.
+
+    Parameters
+    ----------
+    incumbent
+        The problem, its best order, and the time that is left.
+    effort
+        How much to search.
+    seed
+        Decides all random choices.
+    """
 
     def __init__(self, incumbent: Incumbent, effort: Effort, seed: int) -> None:
         self.incumbent, self.effort, self.seed = incumbent, effort, seed
-        self.annealer = Annealer(incumbent.instance)
+        self.scorer = Scorer(incumbent.instance)
         self.pool: list[Scored] = []
 
-    def start(self, seeds: list[Codes]) -> None:
-        """Take the best of the orders given and of those made in turns, ranked or rewoven."""
-        instance, annealer, rng = self.incumbent.instance, self.annealer, random.Random(self.seed)
-        scored = _distinct(_scored(annealer, seeds))
+    def start(self, initial: list[Codes]) -> None:
+        """Take the best of the initial orders, V list schedules, kind rankings and redispatched orders."""
+        instance, scorer, rng = self.incumbent.instance, self.scorer, random.Random(self.seed)
+        scored = _distinct(_scored(scorer, initial))
         most = int(scored[0][0] * _HOPELESS) if scored else None
-        scored += v_list_orders(instance, annealer, most, self._over)
-        scored += kind_ranking_orders(instance, annealer, Dispatcher(instance), rng, self._over)
+        scored += v_list_orders(instance, scorer, most, self._over)
+        scored += kind_ranking_orders(instance, scorer, Dispatcher(instance), rng, self._over)
         found = _distinct(scored)[:4]
-        self._offer(found + self._rewoven([codes for _, _, codes in found]))
+        self._offer(found + self._redispatched([codes for _, _, codes in found]))
 
-    def add_patterns(self) -> None:
-        """Take the orders that patterns make."""
+    def add_offset_key_orders(self) -> None:
+        """Take orders decoded from offset keys."""
         rng = random.Random(self.seed)
-        self._offer(pattern_orders(self.incumbent, self.annealer, self.effort, rng))
+        blocks, dispatches = self.effort.blocks, self.effort.dispatches
+        self._offer(offset_key_orders(self.incumbent, self.scorer, rng, blocks=blocks, dispatches=dispatches))
 
     def _offer(self, found: list[Scored]) -> None:
         self._take(found)
         for _, _, codes in self.pool:
             self.incumbent.offer(codes, "pattern")
 
-    def _rewoven(self, orders: list[Codes]) -> list[Scored]:
-        """Orders of several stages per rank with their actions placed anew (`reweave`)."""
+    def _redispatched(self, orders: list[Codes]) -> list[Scored]:
+        """Return orders of several stages per rank with their actions placed anew."""
         found: list[Scored] = []
         instance, tries = self.incumbent.instance, self.effort.dispatches // 2
         if is_chain(instance):
@@ -185,7 +116,7 @@ class Search:
         dispatcher = Dispatcher(instance)
         for k, codes in enumerate(orders):
             rng = random.Random(self.seed + k)
-            found += redispatched(instance, codes, self.annealer, dispatcher, tries, rng, self._over)
+            found += redispatched(instance, codes, self.scorer, dispatcher, tries, rng, self._over)
         return found
 
     def _over(self) -> bool:
@@ -194,62 +125,71 @@ class Search:
     def anneal_folded(self, reserve_s: float = 0.0, last: int = 27) -> list[Folded]:
         """Anneal the orders with a periodic middle without its repetitions; the results join the pool.
 
-        reserve_s : as for `anneal`. last : tries of the last round, in those of the first.
+        Parameters
+        ----------
+        reserve_s
+            Seconds of the limit to leave for what comes after.
+        last
+            Tries of the last round, in those of the first.
+
+        Returns
+        -------
+        list of Folded
+            All that was found.
         """
         incumbent = self.incumbent
         starts = [
-            fold(incumbent.instance, codes, self.annealer)
+            fold(incumbent.instance, codes, self.scorer)
             for _, _, codes in self.pool
             if incumbent.seconds_left > reserve_s
         ]
         found = self._halve([start for start in starts if start is not None], reserve_s, last)
-        self._take(_scored(self.annealer, [folded.unfold() for folded in found]))
+        self._take(_scored(self.scorer, [folded.unfold() for folded in found]))
         return found
 
     def _take(self, found: list[Scored]) -> None:
         """Let orders join the pool: the best stay, as many as are annealed."""
-        pool = _distinct(found + self.pool)[: self.effort.seeds]
+        pool = _distinct(found + self.pool)[: self.effort.orders]
         self.pool = [e for k, e in enumerate(pool) if k < 3 or e[0] <= _HOPELESS * pool[0][0]]
 
     def anneal(self, reserve_s: float = 0.0) -> None:
-        """Anneal every order of the pool.
-
-        reserve_s : seconds of the limit to leave for what comes after.
-        """
+        """Anneal every order of the pool, and leave ``reserve_s`` seconds for what comes after."""
         self._halve([Folded(self.incumbent.instance, codes) for _, _, codes in self.pool], reserve_s, 27)
 
     def _halve(self, starts: list[Folded], reserve_s: float, last: int) -> list[Folded]:
-        """Anneal all; the better third goes on with three times the tries; the last two rounds start
-        twice from the best. Returns all that was found."""
-        incumbent, tries, turn, every = self.incumbent, self.effort.tries, 0, []
+        """Anneal all; the better third goes on with three times the tries. Return all that was found.
+
+        The last two rounds start twice from the best.
+        """
+        incumbent, tries, used, every = self.incumbent, self.effort.tries, 0, []
         while starts and not incumbent.done and incumbent.seconds_left > reserve_s:
             found: list[tuple[tuple[int, int], Folded]] = []
-            for improved in self._round(starts, tries, turn, reserve_s):
+            for improved in self._round(starts, tries, used, reserve_s):
                 every.append(improved)
                 codes = improved.unfold()
                 incumbent.offer(codes, "search")
                 incumbent.report("search")
-                score = self.annealer.score(codes)
+                score = self.scorer.score(codes)
                 if score is not None:
                     found.append((score, improved))
                 if incumbent.done:
                     return every
             if tries >= last * self.effort.tries:
                 break
-            turn += len(starts)
+            used += len(starts)
             tries *= 3
             found.sort(key=lambda entry: entry[0])
             kept = [one for k, (score, one) in enumerate(found) if k == 0 or score != found[k - 1][0]]
             starts = kept[: len(starts) // 3] if len(starts) >= 6 else kept[:1] * 2
         return every
 
-    def _round(self, starts: list[Folded], tries: int, turn: int, reserve_s: float) -> Iterator[Folded]:
+    def _round(self, starts: list[Folded], tries: int, used: int, reserve_s: float) -> Iterator[Folded]:
         """Anneal all, on as many cores as there are: who computes what does not depend on their number."""
         incumbent, halted = self.incumbent, threading.Event()
         heats = _CHAIN_HEATS if is_chain(incumbent.instance) else _HEATS
 
         def run(k: int) -> Folded:
-            number, start = turn + k, starts[k]
+            number, start = used + k, starts[k]
             found = Annealer(start.instance).run(
                 start.codes,
                 tries,
@@ -271,17 +211,18 @@ class Search:
                 halted.set()
 
 
-def _scored(annealer: Annealer, orders: list[Codes]) -> list[Scored]:
+def _scored(scorer: Scorer, orders: list[Codes]) -> list[Scored]:
+    """Return the orders that are legal, with their scores."""
     scored = []
     for codes in orders:
-        score = annealer.score(codes)
+        score = scorer.score(codes)
         if score is not None:
             scored.append((*score, codes))
     return scored
 
 
 def _distinct(pool: list[Scored]) -> list[Scored]:
-    """Best first, one order per score."""
+    """Return the orders best first, one per score."""
     result: list[Scored] = []
     for entry in sorted(pool, key=lambda entry: entry[:2]):
         if not result or entry[:2] != result[-1][:2]:

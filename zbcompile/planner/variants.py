@@ -1,9 +1,9 @@
 """Which variant every stage runs as, where stages offer several (for instance with recompute).
 
-When memory binds, a variant that holds less and takes longer shortens the step more than any order
-can. So assignments of variants are ranked before the search: none, one level everywhere, one level
-on a prefix of the ranks, then changes rank by rank. The lower bound holds over all assignments:
-per rank the least over its own levels, every other stage at the least of each of its costs.
+When memory binds, a variant that holds less and takes longer shortens the step more than any order can. So
+assignments of variants are ranked before the search: none, one level everywhere, one level on the first or
+last ranks, then changes rank by rank. The lower bound holds over all assignments: per rank the least over its
+own levels, every other stage at the least of each of its costs.
 """
 
 from __future__ import annotations
@@ -14,39 +14,50 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from zbcompile.errors import InfeasibleError
-from zbcompile.planner.bounds.analytic import Bound, best_bound
+from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.blocking_send import blocking_send_bound
-from zbcompile.planner.core.instance import check_caps
-from zbcompile.planner.incumbent import Progress
+from zbcompile.planner.bounds.bound import Bound
+from zbcompile.planner.incumbent import PlanState, Progress
 from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.least_memory import check_caps
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Certificate, Solution
 
 __all__ = ["cheapest", "fixed", "joint_bound", "offers_variants", "plan_variants"]
 
 Assignment = tuple[int, ...]
+"""The variant of every stage, 0 for the stage as it is."""
+
 _MOST_LEVELS = 64
 """Combinations of levels on one rank up to which its bound looks at each of them."""
+
 _FINALISTS = 3
+"""Most assignments that are planned in full."""
+
 _LARGE = 4096
 """Stages times microbatches beyond which the joint bound looks at three ranks only."""
 
 
 def offers_variants(problem: Problem) -> bool:
-    """Whether any stage has more than one way to run."""
+    """Return whether any stage has more than one way to run."""
     return any(stage.variants for stage in problem.profile.stages)
 
 
 def fixed(problem: Problem, assignment: Sequence[int]) -> Problem:
-    """The problem with one variant per stage."""
+    """Return the problem with one variant per stage."""
     return problem.with_(profile=problem.profile.choose(assignment))
 
 
 def cheapest(stage: StageCost) -> StageCost:
-    """A stage that costs no more than any of its variants, in every time and in bytes.
+    """Return a stage that costs no more than any of its variants, in every time and in bytes.
 
     Valid in bounds: whatever runs with a variant runs with this one in its place, no later and with no more
     memory. A split B and W take at least the least B and W, a fused BW at least the least BW.
+
+    Notes
+    -----
+    `zbcompile.planner.certify.certificate` computes the same from a witness, in code of its own: a fault here
+    must not vouch for itself there.
     """
     ways = (stage, *stage.variants)
     return StageCost(
@@ -61,16 +72,16 @@ def cheapest(stage: StageCost) -> StageCost:
 
 
 def bound_of(problem: Problem) -> Bound:
-    """The best analytic bound of a problem without variants."""
-    bound, holding = best_bound(problem), blocking_send_bound(problem)
-    return holding if holding is not None and holding.value_ns > bound.value_ns else bound
+    """Return the best analytic bound of a problem without variants."""
+    bound, blocking = best_bound(problem), blocking_send_bound(problem)
+    return blocking if blocking is not None and blocking.value_ns > bound.value_ns else bound
 
 
 def joint_bound(problem: Problem) -> Bound:
-    """No order under any assignment is shorter: the best over ranks of the least over the rank's levels.
+    """Return a bound for every order under every assignment.
 
-    Large problems look at the first, the middle and the last rank only. Without variants it is the
-    problem's own analytic bound.
+    It is the best over the ranks of the least over the rank's levels. Large problems look at the first, the
+    middle and the last rank only. Without variants it is the problem's own analytic bound.
     """
     if not offers_variants(problem):
         return bound_of(problem)
@@ -82,7 +93,7 @@ def joint_bound(problem: Problem) -> Bound:
 
 
 def _rank_bound(problem: Problem, rank: int, known: dict[tuple[StageCost, ...], Bound]) -> Bound:
-    """Least bound over the levels of one rank's stages, all other stages at their cheapest.
+    """Return the least bound over the levels of one rank's stages, all other stages at their cheapest.
 
     ``known`` keeps the bounds of profiles that other ranks have asked for.
     """
@@ -119,11 +130,13 @@ def _rank_bound(problem: Problem, rank: int, known: dict[tuple[StageCost, ...], 
 
 
 def _level(stage: StageCost, level: int) -> StageCost:
+    """Return a stage as one of its variants (0: as it is)."""
     chosen = stage if level == 0 else stage.variants[level - 1]
     return replace(chosen, variants=(), static_bytes=stage.static_bytes)
 
 
 def _numbers(way: StageCost) -> list[int]:
+    """Return the costs of a way to run as a witness lists them."""
     return [
         way.forward_ns,
         way.backward_input_ns,
@@ -135,7 +148,7 @@ def _numbers(way: StageCost) -> list[int]:
 
 
 def candidates(problem: Problem) -> Iterator[Assignment]:
-    """Whole assignments to try first: none, a level on the first k ranks, on the last k, on all."""
+    """Yield whole assignments to try first: none, a level on all ranks, on the first k, on the last k."""
     profile, rank_of, p = problem.profile, problem.placement.rank_of, problem.num_ranks
     seen: set[Assignment] = set()
     for level in range(1 + max(len(stage.variants) for stage in profile.stages)):
@@ -161,7 +174,7 @@ class _Ranking:
         self.best: tuple[int, Assignment] | None = None
 
     def try_(self, assignment: Assignment) -> bool:
-        """Value an assignment; True if it is the best so far."""
+        """Value an assignment; return whether it is the best so far."""
         if assignment in self.values or self.over():
             return False
         self.values[assignment] = value = self._value(assignment)
@@ -199,7 +212,7 @@ class _Ranking:
                 yield tuple(levels)
 
     def finalists(self) -> list[Assignment]:
-        """The best few, best first, none more than a fiftieth behind."""
+        """Return the best few, best first, none more than a fiftieth behind."""
         known = sorted((v, a) for a, v in self.values.items() if v is not None)
         return [assignment for value, assignment in known[:_FINALISTS] if value <= 1.02 * known[0][0]]
 
@@ -210,19 +223,22 @@ class _Relay:
     def __init__(self, observer: Callable[[Progress], None] | None, time_limit_s: float) -> None:
         self.observer, self.started, self.limit = observer, time.monotonic(), time_limit_s
         self.best: int | None = None
-        self.bound, self.interrupted = 0, False
+        self.bound, self.state = 0, PlanState.SEARCHING
 
     def seconds_left(self) -> float:
-        """Time until the limit; none after an interrupt."""
-        return 0.0 if self.interrupted else self.started + self.limit - time.monotonic()
+        """Return the time until the limit in seconds, none after an interrupt."""
+        if self.state is PlanState.INTERRUPTED:
+            return 0.0
+        return self.started + self.limit - time.monotonic()
 
     def __call__(self, progress: Progress) -> None:
-        self.interrupted |= progress.step == "interrupted"
+        if progress.state is PlanState.INTERRUPTED:
+            self.state = progress.state
         if progress.best_ns is not None and (self.best is None or progress.best_ns < self.best):
             self.best = progress.best_ns
         if self.observer is not None:
             seconds = time.monotonic() - self.started
-            self.observer(Progress(self.best, self.bound, seconds, progress.step))
+            self.observer(Progress(self.best, self.bound, seconds, progress.step, progress.state))
 
 
 def plan_variants(
@@ -235,8 +251,23 @@ def plan_variants(
 ) -> Solution:
     """Choose variants, plan the best few assignments in full, and certify over all assignments.
 
-    find : plans a problem without variants in the seconds given, telling an observer. quick : the
-    value of a fast plan, or ``None``. Raises `InfeasibleError` when no assignment fits under the caps.
+    Parameters
+    ----------
+    problem
+        A problem with variants.
+    find
+        Plans a problem without variants in the seconds given, telling an observer.
+    quick
+        Returns the value of a fast plan, or ``None``.
+    time_limit_s
+        Outer limit in seconds.
+    observer
+        Called with a `Progress` at every better order.
+
+    Raises
+    ------
+    InfeasibleError
+        No assignment fits under the caps.
     """
     relay = _Relay(observer, time_limit_s)
     bound = joint_bound(problem)
@@ -257,7 +288,7 @@ def plan_variants(
 def _rank(
     problem: Problem, quick: Callable[[Problem], int | None], bound: Bound, relay: _Relay
 ) -> list[Assignment]:
-    """The best few assignments by quick plans, in two fifths of the time."""
+    """Return the best few assignments by quick plans, in two fifths of the time."""
     spare = 0.6 * relay.limit
     ranking = _Ranking(problem, quick, lambda: relay.seconds_left() < spare)
     try:
@@ -268,7 +299,7 @@ def _rank(
                 return ranking.finalists()[:1]
         ranking.improve()
     except KeyboardInterrupt:
-        relay(Progress(None, 0, 0.0, "interrupted"))
+        relay(Progress(None, 0, 0.0, "interrupted", PlanState.INTERRUPTED))
     if ranking.best is None:
         leanest = _leanest(problem.profile)
         check_caps(fixed(problem, leanest))
@@ -277,7 +308,7 @@ def _rank(
 
 
 def _leanest(profile: Profile) -> Assignment:
-    """Per stage the variant with the fewest saved bytes."""
+    """Return per stage the variant with the fewest saved bytes."""
     result = []
     for stage in profile.stages:
         ways = (stage, *stage.variants)
@@ -286,6 +317,7 @@ def _leanest(profile: Profile) -> Assignment:
 
 
 def _certified(solution: Solution, assignment: Assignment, bound: Bound) -> Solution:
+    """Return the solution with the certificate that holds over all assignments."""
     value = solution.certificate.value_ns
     certificate = Certificate(
         solution.certificate.objective, value, min(bound.value_ns, value), bound.method, bound.witness

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from operator import itemgetter
 
-from zbcompile.errors import CheckError, InfeasibleError
+from zbcompile.errors import CheckError
 from zbcompile.schedule.communication import lowered
 from zbcompile.schedule.event_graph import EventGraph, describe_wait
 from zbcompile.schedule.ir import Action, Kind, Schedule
@@ -16,7 +16,7 @@ from zbcompile.schedule.positions import Positions
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, memory_after, timeline_of
 
-__all__ = ["check", "checked_times", "faults", "judge", "least_cap"]
+__all__ = ["check", "checked_times", "faults", "judge"]
 
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _BEFORE = {
@@ -264,34 +264,3 @@ def _memory(schedule: Schedule, problem: Problem) -> list[CheckError]:
                 )
                 break
     return found
-
-
-def least_cap(problem: Problem, rank: int) -> int:
-    """The smallest cap under which a rank can run at all: one microbatch at a time.
-
-    Every stage of the rank must have its forward held before the last one's backward can start
-    only if a path leads from one to the other; with one microbatch in flight all of them do in
-    a chain, so the need is the sum of M_B, or, going down, the M_B left plus the M_W of the stage
-    that has just finished B.
-    """
-    stages = [problem.profile.stages[s] for s in problem.placement.stages_of(rank)]
-    held = sum(s.saved_bytes for s in stages)
-    need = held
-    for stage in reversed(stages):
-        held -= stage.saved_bytes
-        need = max(need, held + stage.saved_for_weight_bytes)
-    return problem.static_bytes(rank) + need
-
-
-def require_feasible(problem: Problem) -> None:
-    """Raise `InfeasibleError` naming the first rank whose cap is below its least, and that least."""
-    for rank, cap in enumerate(problem.caps):
-        needed = least_cap(problem, rank)
-        if cap is not None and cap < needed:
-            raise InfeasibleError(
-                "the memory cap is below what one microbatch needs",
-                where=f"rank {rank}",
-                needed=f"{needed} bytes (of them {problem.static_bytes(rank)} static)",
-                given=f"{cap} bytes",
-                fix=f"raise the cap of rank {rank} to {needed} bytes, use smaller microbatches, or recompute",
-            )

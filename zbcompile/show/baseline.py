@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from zbcompile.schedule.costs import Edge, Profile, StageCost
+from zbcompile.schedule.coarsen import coarsened
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, simulate
 
-__all__ = ["Baseline", "merge_stages", "one_f_one_b"]
+__all__ = ["Baseline", "one_f_one_b"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +46,28 @@ class Baseline:
 def one_f_one_b(problem: Problem) -> Baseline:
     """Time 1F1B with fused backwards under the problem's caps.
 
-    With several stages per rank, neighbouring stages are merged into one stage per rank. Where a cap is below
+    With several stages per rank, neighbouring stages are joined into one stage per rank. Where a cap is below
     what 1F1B needs, as many microbatches as fit are in flight.
 
     Notes
     -----
     Source: arXiv 1806.03377.
     """
-    merged = merge_stages(problem)
-    if merged is None:
+    n, p, m = problem.num_stages, problem.num_ranks, problem.num_microbatches
+    if n % p:
         return Baseline(None, "its stages do not divide evenly among the ranks")
-    p, m = merged.num_ranks, merged.num_microbatches
+    coarse = coarsened(problem, Placement(tuple(s * p // n for s in range(n))))
     rows: list[list[Action]] = []
     most = m
     for rank in range(p):
-        headroom, saved = merged.headroom(rank), merged.profile.stages[rank].saved_bytes
+        headroom, saved = coarse.headroom(rank), coarse.profile.stages[rank].saved_bytes
         fits = m if headroom is None or saved == 0 else headroom // saved
         if fits < 1 or (headroom is not None and headroom < 0):
             return Baseline(None, f"one microbatch does not fit on rank {rank}")
         most = min(most, fits)
         rows.append(_row(rank, min(p - rank, most), m))
     first = next(k for k, action in enumerate(rows[0]) if action.kind is not Kind.FORWARD)
-    return Baseline(simulate(Schedule.of(merged.placement, m, rows), merged), in_flight=first)
+    return Baseline(simulate(Schedule.of(coarse.placement, m, rows), coarse), in_flight=first)
 
 
 def _row(rank: int, warmup: int, m: int) -> list[Action]:
@@ -78,53 +78,3 @@ def _row(rank: int, warmup: int, m: int) -> list[Action]:
         if warmup + i < m:
             row.append(Action(Kind.FORWARD, rank, warmup + i))
     return row
-
-
-def merge_stages(problem: Problem) -> Problem | None:
-    """Return the same model with one stage per rank.
-
-    Of n stages on p ranks each rank gets n / p neighbours, merged into one stage.
-
-    Returns
-    -------
-    Problem or None
-        None when p does not divide n.
-    """
-    profile, n, p = problem.profile, problem.num_stages, problem.num_ranks
-    if n == p:
-        return (
-            problem
-            if problem.placement == Placement.linear(p)
-            else problem.with_(placement=Placement.linear(p))
-        )
-    if n % p:
-        return None
-    each = n // p
-    stages = tuple(_joined(profile.stages[k * each : (k + 1) * each]) for k in range(p))
-    flows: dict[tuple[int, int], Edge] = {}
-    for edge in profile.edges:
-        pair = edge.source // each, edge.target // each
-        if pair[0] != pair[1]:
-            old = flows.get(pair, Edge(*pair, has_gradient=False))
-            flows[pair] = replace(
-                old,
-                forward_bytes=old.forward_bytes + edge.forward_bytes,
-                backward_bytes=old.backward_bytes + edge.backward_bytes,
-                has_gradient=old.has_gradient or edge.has_gradient,
-            )
-    merged = Profile(
-        stages, tuple(flows.values()), profile.link, profile.links, profile.overhead_ns, profile.source
-    )
-    return problem.with_(profile=merged, placement=Placement.linear(p))
-
-
-def _joined(stages: tuple[StageCost, ...]) -> StageCost:
-    return StageCost(
-        sum(s.forward_ns for s in stages),
-        sum(s.backward_input_ns for s in stages),
-        sum(s.backward_weight_ns for s in stages),
-        sum(s.full_backward_ns for s in stages),
-        sum(s.saved_bytes for s in stages),
-        sum(s.saved_for_weight_bytes for s in stages),
-        sum(s.static_bytes for s in stages),
-    )

@@ -60,7 +60,7 @@ def test_brute_force_agrees_on_tiny_cases() -> None:
 
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 24), (16, 40)])
-def test_memory_windows_gives_the_formula_of_zb_h1(p: int, m: int) -> None:
+def test_memory_windows_give_the_formula_of_zb_h1(p: int, m: int) -> None:
     """At cap p and equal stages the bubble is (p-1)(F+B-W+4c), arXiv 2401.10241, table 2 with latency."""
     forward, backward, weight, latency = 30, 28, 17, 2
     stage = StageCost.simple(forward, backward, weight, 100, 50)

@@ -17,7 +17,8 @@ from tests.planner.test_variants import recompute
 from tests.support.planner_cases import random_placement, random_problem
 from zbcompile.errors import CheckError
 from zbcompile.formats import schedule_json
-from zbcompile.planner.bounds.analytic import Bound, analytic_bounds
+from zbcompile.planner.bounds.analytic import analytic_bounds
+from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.certify.certificate import explain, verify, verify_certificate
 from zbcompile.planner.certify.derive import Derivation, Facts, derivations
 from zbcompile.planner.core.instance import Instance, to_schedule
@@ -165,7 +166,7 @@ def test_crossing_bounds_are_proved_again_or_refused() -> None:
     assert bounds["span"] == bounds["makespan"]
 
 
-def test_holding_bounds_are_derived_again() -> None:
+def test_blocking_send_bounds_are_derived_again() -> None:
     solution = plan(table_problem(1, 10, "batched", 4, 12), time_limit_s=4)
     assert solution.certificate.method == "blocking_send"
     assert verify(solution) == []

@@ -12,23 +12,24 @@ import pytest
 from tests.support.planner_cases import random_problem
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.certify.certificate import verify_certificate
-from zbcompile.planner.core.instance import Instance, is_chain, least_room
+from zbcompile.planner.core.instance import Instance, is_chain
 from zbcompile.planner.core.score import fits, value_of
 from zbcompile.planner.exact.crossing import crossing_bound, grids, scaled, shifted
 from zbcompile.planner.exact.model import solve_exact
-from zbcompile.planner.plan import Progress, plan
+from zbcompile.planner.incumbent import PlanState, Progress
+from zbcompile.planner.plan import plan
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Edge, Profile, StageCost
 from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.least_memory import least_headroom
 from zbcompile.schedule.problem import Problem
 
 
 def short_of_memory(rng: random.Random, ranks: int, microbatches: int) -> Problem:
     """Caps between one and about p microbatches."""
     problem = random_problem(rng, ranks=ranks, microbatches=microbatches, objective="span")
-    instance = Instance.of(problem)
     return problem.with_(
-        caps=tuple(int(least_room(instance, r) * rng.uniform(1, ranks * 0.9)) for r in range(ranks))
+        caps=tuple(int(least_headroom(problem, r) * rng.uniform(1, ranks * 0.9)) for r in range(ranks))
     )
 
 
@@ -147,7 +148,8 @@ def test_an_interrupt_while_the_models_are_asked_keeps_the_best_order() -> None:
     check(solution.schedule, problem)
     assert time.monotonic() - begin < 80
     assert set(threading.enumerate()) <= running
-    assert lines[-2 if lines[-1].step == "interrupted" else -1].best_ns == solution.certificate.value_ns
+    last = -2 if lines[-1].state is PlanState.INTERRUPTED else -1
+    assert lines[last].best_ns == solution.certificate.value_ns
 
 
 def test_plan_proves_by_the_crossing_bound() -> None:

@@ -9,7 +9,8 @@ import pytest
 from tests.support.planner_cases import brute_force, random_problem
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.core.instance import Instance
-from zbcompile.planner.exact.model import ask_below, right_shifted_starts, solve_exact
+from zbcompile.planner.core.latest_starts import latest_starts
+from zbcompile.planner.exact.model import ask_below, solve_exact
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -56,10 +57,10 @@ def test_the_same_seed_gives_the_same_order() -> None:
 
 
 def test_a_hint_is_a_feasible_timing() -> None:
-    """Right-shifted starts keep every dependency and the value of the order."""
+    """Latest starts keep every dependency and the value of the order."""
     problem = random_problem(random.Random(5), ranks=3, microbatches=3, placement=Placement.v(3))
     instance = Instance.of(problem)
-    starts = right_shifted_starts(instance, one_at_a_time(instance))
+    starts = latest_starts(instance, one_at_a_time(instance))
     for s in range(instance.num_stages):
         for i in range(3):
             for other, lag in instance.forward_from[s]:

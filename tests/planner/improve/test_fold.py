@@ -1,99 +1,34 @@
-"""Orders made in turns, and the periodic middle taken out, annealed around, and put back."""
+"""Folding: the periodic middle taken out, annealed around, and put back."""
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 
 import pytest
 
-from tests.support.places import DATA
-from tests.support.planner_cases import random_problem
+from tests.support.planner_cases import peer_problem, score, v_problem
 from zbcompile.planner.core.instance import Instance, W, to_schedule
+from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.improve.fold import Folded, fold
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts import classic
-from zbcompile.planner.starts.v_list import Settings, v_list_order, v_list_orders
+from zbcompile.planner.starts.v_list import v_list_orders
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
-from zbcompile.schedule.simulate import simulate
-
-PEER = json.loads((DATA / "peer_schedules.json").read_text())["runs"]
-STAGE = StageCost.simple(11_347, 11_248, 8_132, 34, 16)
-
-
-def v_problem(p: int, m: int, cap: int, latency: int = 754) -> Problem:
-    return Problem.of(Profile.uniform(STAGE, 2 * p, latency), Placement.v(p), m, cap, "span")
-
-
-def peer_row(p: int, m: int, name: str, objective: str) -> tuple[Problem, int]:
-    """A published profile at the memory of the peer's own order, and the value of that order."""
-    row = next(r for r in PEER if r["set"] == "paper" and (r["p"], r["m"]) == (p, m))
-    peer = row["schedules"][name]
-    stage = StageCost.simple(row["TF"] * 500, row["TB"] * 500, row["TW"] * 500, row["mem"][0], -row["mem"][2])
-    cap = round(2 * row["mem"][0] * peer["peak_over_MB"])
-    profile = Profile.uniform(stage, 2 * p, row["Tcomm"] * 1000)
-    problem = Problem.of(profile, Placement.v(p), m, cap, objective)
-    return problem, round(peer["longest_stage" if objective == "span" else "makespan"] * 1000)
 
 
 def folded_classic(name: str, p: int, m: int, latency: int = 754) -> tuple[Instance, Folded]:
     problem = v_problem(p, m, p * 34 * 2, latency)
     instance = Instance.of(problem)
     codes = dict(classic.orders_for(problem))[name]
-    folded = fold(instance, codes, Annealer(instance))
+    folded = fold(instance, codes, Scorer(instance))
     assert folded is not None
     assert folded.unfold() == codes
     return instance, folded
-
-
-def score(instance: Instance, codes: list[list[tuple[int, int]]] | None) -> int:
-    assert codes is not None
-    found = Annealer(instance).score(codes)
-    assert found is not None
-    return found[0]
-
-
-@pytest.mark.parametrize(("p", "m"), [(8, 24), (8, 64), (16, 48)])
-@pytest.mark.parametrize("objective", ["span", "makespan"])
-def test_turns_reach_the_peers_zb_v(p: int, m: int, objective: str) -> None:
-    """The published profiles at the memory of the peer's own ZB-V: never longer than its order."""
-    problem, peer = peer_row(p, m, "ZB-V", objective)
-    instance = Instance.of(problem)
-    value, _, codes = v_list_orders(instance, Annealer(instance))[0]
-    schedule = to_schedule(codes, problem)
-    check(schedule, problem)
-    result = simulate(schedule, problem)
-    assert value == (result.span_ns if objective == "span" else result.makespan_ns)
-    assert value <= peer
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_turns_make_legal_orders_or_none(seed: int) -> None:
-    """Unequal stages, any cap from one microbatch on, any budget."""
-    rng = random.Random(seed)
-    ranks = rng.randint(1, 4)
-    placement = Placement.v(ranks, 2)
-    problem = random_problem(rng, ranks=ranks, microbatches=rng.randint(1, 7), placement=placement)
-    settings = Settings(rng.randint(0, 20), rng.random() < 0.5, rng.random() < 0.5)
-    codes = v_list_order(Instance.of(problem), settings)
-    if codes is not None:
-        check(to_schedule(codes, problem), problem)
-
-
-def test_turns_are_for_the_v_alone_and_for_what_can_win() -> None:
-    linear = Problem.of(Profile.uniform(STAGE, 4, 754), None, 8, 4 * 34)
-    assert v_list_orders(Instance.of(linear), Annealer(Instance.of(linear))) == []
-    instance = Instance.of(v_problem(4, 12, 8 * 34))
-    annealer = Annealer(instance)
-    first = v_list_order(instance, Settings(0, False, False))
-    value = score(instance, first)
-    assert v_list_orders(instance, annealer, value - 1) == []
-    assert v_list_orders(instance, annealer, value)[0][0] <= value
 
 
 @pytest.mark.parametrize("name", ["ZB-V", "V-Half", "V-Min"])
@@ -164,12 +99,12 @@ def test_copies_are_changed_alike() -> None:
 def test_no_middle_no_fold() -> None:
     """Too few microbatches, fused backwards, and orders that never repeat."""
     instance = Instance.of(v_problem(8, 9, 8 * 68))
-    annealer = Annealer(instance)
+    scorer = Scorer(instance)
     orders = dict(classic.orders_for(v_problem(8, 9, 8 * 68)))
-    assert fold(instance, orders["V-Half"], annealer) is None
+    assert fold(instance, orders["V-Half"], scorer) is None
     long = v_problem(4, 24, 4 * 68)
     fused = dict(classic.orders_for(long))["DualPipeV"]
-    assert fold(Instance.of(long), fused, Annealer(Instance.of(long))) is None
+    assert fold(Instance.of(long), fused, Scorer(Instance.of(long))) is None
     codes = [list(row) for row in dict(classic.orders_for(long))["V-Half"]]
     rng = random.Random(0)
     for row in codes:
@@ -178,20 +113,21 @@ def test_no_middle_no_fold() -> None:
             if row[k][0] == W and row[k + 1] != row[k]:
                 row[k], row[k + 1] = row[k + 1], row[k]
     instance = replace(Instance.of(long), headroom=(10**9,) * 4)
-    folded = fold(instance, codes, Annealer(instance))
+    folded = fold(instance, codes, Scorer(instance))
     assert folded is None or folded.unfold() == codes
 
 
 @pytest.mark.parametrize("m", [24, 64])
 def test_v_half_beats_the_peers_for_any_count(m: int) -> None:
     """The published profile at p = 8, at the memory of the peer's own V-Half, folded."""
-    problem, peer = peer_row(8, m, "V-Half", "span")
+    problem, peer = peer_problem(8, m, "V-Half", "span")
     instance = Instance.of(problem)
-    folded = fold(instance, dict(classic.orders_for(problem))["V-Half"], Annealer(instance))
+    folded = fold(instance, dict(classic.orders_for(problem))["V-Half"], Scorer(instance))
     assert folded is not None
-    annealer = Annealer(folded.instance)
     found = [
-        annealer.run(folded.codes, 20_000, seed=k, heat=4e-4, frozen_blocks=folded.frozen_blocks)
+        Annealer(folded.instance).run(
+            folded.codes, 20_000, seed=k, heat=4e-4, frozen_blocks=folded.frozen_blocks
+        )
         for k in (1, 2)
     ]
     assert min(score(instance, replace(folded, codes=codes).unfold()) for codes in found) < peer
@@ -206,12 +142,12 @@ def test_actions_without_length_are_folded_whole_or_not_at_all(seed: int) -> Non
     profile = Profile.uniform(stage, placement.num_stages, rng.randint(0, 1))
     cap = rng.choice((12, 16, 24))
     problem = Problem.of(profile, placement, rng.choice((12, 16)), cap, rng.choice(("span", "makespan")))
-    instance, annealer = Instance.of(problem), Annealer(Instance.of(problem))
+    instance, scorer = Instance.of(problem), Scorer(Instance.of(problem))
     orders = [codes for _, codes in classic.orders_for(problem)]
-    orders += [codes for _, _, codes in v_list_orders(instance, annealer)]
+    orders += [codes for _, _, codes in v_list_orders(instance, scorer)]
     for codes in orders:
-        folded = fold(instance, codes, annealer)
+        folded = fold(instance, codes, scorer)
         if folded is not None:
             assert folded.unfold() == codes
-            assert Annealer(folded.instance).score(folded.codes) is not None
+            assert Scorer(folded.instance).score(folded.codes) is not None
     check(plan(problem, time_limit_s=1).schedule, problem)

@@ -1,4 +1,4 @@
-"""Split or fuse: the clock of every transport, the rule of thumb found by search, sound bounds."""
+"""Split or fuse: the clock of every transport, the rule of thumb as the search finds it, sound bounds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,23 @@ from tests.support.strategies import greedy_order, problems
 from zbcompile.errors import CheckError
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.blocking_send import blocking_send_bound
-from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W, shaped, to_codes, to_schedule
+from zbcompile.planner.core.instance import (
+    BW,
+    B,
+    Codes,
+    F,
+    Fusing,
+    Instance,
+    W,
+    shaped,
+    to_codes,
+    to_schedule,
+)
 from zbcompile.planner.core.score import fits
 from zbcompile.planner.core.times import Clock
-from zbcompile.planner.improve.fuse import fuse_range, improve_fusing, split_range
+from zbcompile.planner.improve.fuse import improve_fusing
 from zbcompile.planner.improve.jitter import jittered_mean
+from zbcompile.planner.improve.row_changes import fuse_range, split_range
 from zbcompile.planner.incumbent import Incumbent
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts.fused_patterns import FusedPattern, window_choices
@@ -33,7 +45,7 @@ MS = 1_000_000
 
 
 @given(problems(), st.randoms(use_true_random=False), st.sampled_from(TRANSPORTS))
-def test_the_flat_clock_equals_the_simulation(problem: Problem, random: object, transport: str) -> None:
+def test_the_planners_clock_equals_the_simulation(problem: Problem, random: object, transport: str) -> None:
     problem = problem.with_(transport=transport)
     codes = to_codes(greedy_order(problem, random))
     schedule = to_schedule(codes, problem)
@@ -118,7 +130,7 @@ def test_small_changes_alone_lead_from_fused_orders_to_the_rule(monkeypatch: pyt
     """With 1F1B as the only pattern to start from, the event graph leads to an order as short."""
     p, m = 4, 12
     fused = FusedPattern(tuple(p - d for d in range(p)), (0,) * p, ((0, 0),) * p)
-    monkeypatch.setattr("zbcompile.planner.improve.fuse.patterns", lambda instance: iter((fused,)))
+    monkeypatch.setattr("zbcompile.planner.improve.fuse.fused_patterns", lambda instance: iter((fused,)))
     monkeypatch.setattr("zbcompile.planner.improve.fuse.window_choices", lambda instance: [])
     problem = table_problem(1, 10, "batched", p, m)
     incumbent = Incumbent(problem, best_bound(problem), time_limit_s=60)
@@ -163,7 +175,7 @@ def test_fusing_and_splitting_ranges_keep_orders_legal_and_fusing_saves_memory(d
 
     fused = with_row(fuse_range(codes[rank], stage, low, low + 2, own=data.draw(st.booleans())))
     split = with_row(split_range(codes[rank], stage, low, low + 2, data.draw(st.integers(0, 3))))
-    for changed in (fused, split, shaped(codes, "never"), shaped(codes, "always")):
+    for changed in (fused, split, shaped(codes, Fusing.NEVER), shaped(codes, Fusing.ALWAYS)):
         assert faults(to_schedule(changed, problem), problem) == []
     peaks = [simulate(to_schedule(c, problem), problem).peak_bytes[rank] for c in (codes, fused)]
     if all(pending <= saved for pending, saved in zip(instance.pending, instance.saved, strict=True)):
@@ -229,9 +241,9 @@ def test_bounds_hold_over_all_orders_and_all_choices_of_fusing(transport: str) -
         problem = random_fusing_problem(rng, transport)
         least = brute_force_with_fusing(problem)
         bounds = [best_bound(problem).value_ns]
-        holding = blocking_send_bound(problem)
-        if holding is not None:
-            bounds.append(holding.value_ns)
+        blocking = blocking_send_bound(problem)
+        if blocking is not None:
+            bounds.append(blocking.value_ns)
         assert max(bounds) <= least
         tight += max(bounds) == least
     assert tight >= 3

@@ -56,7 +56,7 @@ def test_peak_memory_is_the_published_one(name: str, most: int) -> None:
     assert max(memory_peaks(to_schedule(LINEAR[name](8, 24), problem), problem)) == 10 * most
 
 
-def test_flat_times_carry_the_host_overhead() -> None:
+def test_times_of_an_instance_carry_the_host_overhead() -> None:
     profile = Profile((StageCost.simple(3, 4, 5),), overhead_ns=2)
     instance = Instance.of(Problem.of(profile))
     assert (instance.forward, instance.backward, instance.weight, instance.fused) == ((5,), (6,), (7,), (11,))
@@ -75,8 +75,8 @@ def test_orders_of_torch_action_by_action(p: int, m: int) -> None:
     def row(build: object, rank: int, **fields: object) -> list[tuple[int, int]]:
         owner = SimpleNamespace(pp_group_size=p, _n_microbatches=m, **fields)
         actions = [a for a in build._calculate_single_rank_operations(owner, rank) if a is not None]  # type: ignore[attr-defined]
-        instance = [x for a in actions for x in (a.sub_actions or (a,))]
-        return [(kinds[x.computation_type.name], x.stage_index) for x in instance]
+        single = [x for a in actions for x in (a.sub_actions or (a,))]
+        return [(kinds[x.computation_type.name], x.stage_index) for x in single]
 
     rounds = max(1, m // p)
     for rank in range(p):

@@ -91,7 +91,7 @@ def test_a_list_schedule_meets_the_bound_at_cap_p() -> None:
 
 
 def test_weights_larger_than_saved_bytes_do_not_lock_up() -> None:
-    """M_W > M_B: B needs room of its own, so F's must leave it."""
+    """M_W > M_B: B needs headroom of its own, so F's must leave it."""
     problem = Problem.of(Profile.uniform(StageCost.simple(3, 3, 2, 4, 7), 3), None, 6, 12)
     codes = list_schedule(Instance.of(problem), Recipe((9, 9, 9), 100, (0, 0, 0)))
     assert codes is not None

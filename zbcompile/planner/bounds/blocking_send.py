@@ -1,25 +1,30 @@
-"""Lower bounds where sends hold up their rank (``rendezvous`` and ``batched`` transports).
+"""The blocking-send bound, for sends that hold up their rank (``rendezvous`` and ``batched``).
 
-After an F or B whose result goes to another rank, the rank's next action starts no earlier than the
-message has arrived. So the travel time may be counted as part of the F or B, and the links as
-instant: an order of the problem is an order of that stand-in, whose bounds hold up to one travel
-time, since a rank whose last action is a fused BW does not wait for its last message.
+After an F or B whose result goes to another rank, the rank's next action starts no earlier than the message
+has arrived. So the travel time may be counted as part of the F or B, and the links as instant: an order of
+the problem is an order of that instant-link problem, whose bounds hold up to one travel time, since a rank
+whose last action is a fused BW does not wait for its last message.
 """
 
 from __future__ import annotations
 
-from zbcompile.planner.bounds.analytic import Bound, best_bound
+from zbcompile.planner.bounds.analytic import best_bound
+from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.instance import Instance
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.problem import Problem
 
-__all__ = ["blocking_send_bound", "stand_in"]
+__all__ = ["blocking_send_bound", "instant_links"]
 
 
-def stand_in(problem: Problem) -> tuple[Problem, int] | None:
-    """The problem with travel times moved into F and B, and the time to take off its bounds.
+def instant_links(problem: Problem) -> tuple[Problem, int] | None:
+    """Return the problem with travel times moved into F and B, and the time to take off its bounds.
 
-    ``None`` where sends hold up nobody, or where an F or B sends to more than one stage.
+    Returns
+    -------
+    tuple of Problem and int, or None
+        The problem with instant links, and the longest travel time of a gradient in ns. ``None`` where sends
+        hold up no rank, or where an F or B sends to more than one stage.
     """
     profile = problem.profile
     chain = all(edge.target == edge.source + 1 and edge.has_gradient for edge in profile.edges)
@@ -50,8 +55,11 @@ def stand_in(problem: Problem) -> tuple[Problem, int] | None:
 
 
 def blocking_send_bound(problem: Problem) -> Bound | None:
-    """The best analytic bound of the stand-in, less what its last message may not cost; or ``None``."""
-    pair = stand_in(problem)
+    """Return the best analytic bound of `instant_links`, less what its last message may not cost.
+
+    ``None`` where `instant_links` does not apply.
+    """
+    pair = instant_links(problem)
     if pair is None:
         return None
     found = best_bound(pair[0])

@@ -1,4 +1,4 @@
-"""The fractional knapsack: most time that fits into some bytes."""
+"""The fractional knapsack: the most time that fits into some bytes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,20 @@ __all__ = ["fractional"]
 
 
 def fractional(items: Sequence[tuple[int, int, int]], headroom: int) -> int:
-    """Most of sum(n_k * time_k) with sum(n_k * bytes_k) <= room and 0 <= n_k <= count_k, rounded down.
+    """Return the most of sum(n_k * time_k) with sum(n_k * bytes_k) <= headroom and 0 <= n_k <= count_k.
 
-    items : (time, bytes, count). With one item n is kept whole, else fractions are allowed: an
-    upper bound of the whole-number optimum either way. Zero when ``headroom`` is negative.
+    Parameters
+    ----------
+    items
+        (time, bytes, count) of each kind of item.
+    headroom
+        Bytes to fill.
+
+    Returns
+    -------
+    int
+        The time, rounded down. With one kind of sized item n is kept whole, else fractions are allowed: an
+        upper bound of the whole-number optimum either way. Zero if ``headroom`` is negative.
     """
     if headroom < 0:
         return 0

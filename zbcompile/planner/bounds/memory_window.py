@@ -1,11 +1,14 @@
-"""The window chain: idle time that memory forces on a rank with one stage.
+"""The memory-window bound: idle time that memory forces on a rank with one stage.
 
-In window i, from the start of F(i) to the start of B(i), the microbatch is away on the other
-ranks for at least the round trip. Meanwhile the rank can run only F(i..i+n-1), n = min(k, m-i+1)
-with k = room // M_B, since F(i+k) finds no room before B(i) ends; the a-1 other B's in flight when
-the window opens, with their W's; and w W's pending at that moment, where a*M_B + w*M_W <= room and
-w <= i - a. The rest of the window is idle. Windows i and i+k do not overlap, so a chain of windows
-at least k apart adds up; a dynamic program picks the best.
+In window i, from the start of F(i) to the start of B(i), the microbatch is away on the other ranks for at
+least the round trip. Meanwhile the rank can run only
+
+* F(i..i+n-1), n = min(k, m-i+1) with k = headroom // M_B, since F(i+k) does not fit before B(i) ends;
+* the a-1 other B's in flight when the window opens, with their W's;
+* w W's pending at that moment, where a*M_B + w*M_W <= headroom and w <= i - a.
+
+The rest of the window is idle. Windows i and i+k do not overlap, so the idle times of a chain of windows at
+least k apart add up; a dynamic program picks the best chain.
 """
 
 from __future__ import annotations
@@ -19,7 +22,21 @@ __all__ = ["Window", "Windows", "memory_window_bound"]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Window of microbatch i (from 1): what can run in it, and the idle time that is left."""
+    """What can run in the window of one microbatch, and the idle time that is left.
+
+    Attributes
+    ----------
+    microbatch
+        The window's microbatch i, counted from 1.
+    forwards
+        F's that can run in it.
+    in_flight
+        Microbatches in flight when it opens, i included (a).
+    weights_pending
+        W's pending when it opens (w).
+    idle_ns
+        Idle time that is left.
+    """
 
     microbatch: int
     forwards: int
@@ -30,7 +47,17 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """A chain of windows on one rank."""
+    """A chain of windows on one rank.
+
+    Attributes
+    ----------
+    round_trip_ns
+        Least time from the start of F to the start of B.
+    reuse
+        Microbatches that fit into the headroom (k): windows so far apart do not overlap.
+    chosen
+        The windows of the chain.
+    """
 
     round_trip_ns: int
     reuse: int
@@ -38,11 +65,14 @@ class Windows:
 
     @property
     def idle_ns(self) -> int:
-        """Sum over the chain."""
+        """Idle time of all windows of the chain."""
         return sum(window.idle_ns for window in self.chosen)
 
     def terms(self) -> dict[str, object]:
-        """For a certificate: every window as [microbatch, F's, in flight, W's pending, idle ns]."""
+        """Return the evidence for a certificate.
+
+        Every window is a list [microbatch, F's, in flight, W's pending, idle ns].
+        """
         return {
             "round_trip_ns": self.round_trip_ns,
             "microbatches_that_fit": self.reuse,
@@ -52,11 +82,11 @@ class Windows:
         }
 
 
-def busiest_fillings(instance: Instance, stage: int, fits: int) -> list[tuple[int, int, int]]:
-    """Per microbatch i: (most time of other B's and of W's in its window, in flight a, pending w).
+def _busiest_fillings(instance: Instance, stage: int, fits: int) -> list[tuple[int, int, int]]:
+    """Return per microbatch i (most time of other B's and of W's in its window, in flight a, pending w).
 
-    Up to w = i - a the time grows with a; beyond, with all room used, it depends on a alone, so a
-    suffix maximum serves every i. Needs M_W <= M_B, as in `Flat.relaxed`.
+    Up to w = i - a the time grows with a; beyond that, with all headroom used, it depends on a alone, so a
+    suffix maximum serves every i. Needs M_W <= M_B, as in `Instance.relaxed`.
     """
     count, headroom = instance.num_microbatches, instance.headroom[instance.rank_of[stage]]
     saved, pending = instance.saved[stage], instance.pending[stage]
@@ -81,17 +111,27 @@ def busiest_fillings(instance: Instance, stage: int, fits: int) -> list[tuple[in
 
 
 def memory_window_bound(instance: Instance, round_trip: int, stage: int) -> Windows:
-    """The chain of windows with the most idle time on the rank of ``stage``, its only one."""
+    """Return the chain of windows with the most idle time on a rank with one stage.
+
+    Parameters
+    ----------
+    instance
+        The problem, with the costs of `Instance.relaxed`.
+    round_trip
+        Least time in ns from the start of F to the start of B of the stage.
+    stage
+        The only stage of its rank.
+    """
     count, headroom = instance.num_microbatches, instance.headroom[instance.rank_of[stage]]
     saved = instance.saved[stage]
     fits = min(count, headroom // saved) if saved > 0 else count
     if fits < 1:
         return Windows(round_trip, fits, ())
     windows: list[Window] = []
-    for i, (filling, flying, waiting) in enumerate(busiest_fillings(instance, stage, fits), 1):
+    for i, (filling, in_flight, waiting) in enumerate(_busiest_fillings(instance, stage, fits), 1):
         forwards = min(fits, count - i + 1)
         idle = round_trip - forwards * instance.forward[stage] - filling
-        windows.append(Window(i, forwards, flying, waiting, max(0, idle)))
+        windows.append(Window(i, forwards, in_flight, waiting, max(0, idle)))
     best = [0] * (count + fits + 1)
     for i in range(count - 1, -1, -1):
         best[i] = max(best[i + 1], windows[i].idle_ns + best[i + fits])

@@ -1,41 +1,82 @@
-"""The stairs: idle time before the first B's that no choice of warm-up avoids.
+"""The warm-up bound: idle time before the first B's that no number of warm-up F's avoids.
 
-One stage per rank in a chain. Before B(1) a rank runs F's alone, n of them, and idles the rest:
-from the start of F(1) to the start of B(1) it takes s_d = n_d * TF_d + idle_d. Microbatch 1 goes
-down to the next rank and comes back, so s_d >= s_{d+1} + TF_d + lag + TB_{d+1} + lag. Memory allows
-n_d <= room // M_B. With a value Z, rank d may idle at most e_d = Z - work_d (for the makespan less
-its head), so s_d lies in one of the steps [n TF_d, n TF_d + e_d]. Going up from the last rank, the
-least s_d on a step is best for every rank above it; when no step within memory reaches high
-enough, no order is as short as Z. The least Z that passes is the bound.
+For a chain with one stage per rank. Before B(1) rank d runs F's alone, n_d of them, and is idle for the rest:
+from the start of F(1) to the start of B(1) it takes s_d = n_d * TF_d + idle_d. Microbatch 1 goes down to the
+next rank and comes back, so s_d >= s_{d+1} + TF_d + lag + TB_{d+1} + lag. Memory allows
+n_d <= headroom // M_B. With a value Z, rank d may be idle for at most e_d = Z - work_d (for the makespan less
+its head), so s_d lies in one of the intervals [n TF_d, n TF_d + e_d]. From the last rank up, the least s_d in
+an interval is best for every rank above it; if no interval within memory reaches high enough, no order is as
+short as Z. The least Z for which every rank finds an interval is the bound.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from zbcompile.planner.core.instance import Instance
+from zbcompile.planner.bounds.bound import Bound
+from zbcompile.planner.core.instance import Instance, is_chain
 from zbcompile.planner.core.paths import Paths
 
-__all__ = ["Warmup", "climb", "warmup_bound", "walk"]
+__all__ = ["warmup_bounds", "warmup_forwards"]
+
+Step = tuple[int, int, int, int, int]
+"""(rank, least s, F's before B(1), idle ns, idle ns allowed)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Warmup:
-    """No order is shorter than ``value_ns``: with one ns less, ``steps`` cannot be climbed.
+def warmup_bounds(instance: Instance, paths: Paths) -> Iterator[Bound]:
+    """Yield the bound for a chain, unless it is no more than the work alone.
 
-    steps : from the last rank up, [rank, least s, F's before B(1), idle, idle allowed], for
-        ``value_ns`` - 1. The last entry is the rank that fails: there the idle time exceeds the allowed.
+    The value is found by bisection. The witness lists, for one ns less, a `Step` per rank from the last one
+    up; it ends with the rank that fails, whose idle time exceeds what is allowed.
     """
+    if not is_chain(instance):
+        return
+    ranks, heads = range(instance.num_ranks), _heads(instance, paths)
+    low = max(heads[d] + instance.work(d) for d in ranks)
+    if _reached(instance, heads, low)[0]:
+        return
+    high = low + max(paths.f_to_b(d, d) for d in ranks) + sum(instance.forward)
+    while not _reached(instance, heads, high)[0]:
+        high += high - low
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _reached(instance, heads, middle)[0]:
+            high = middle
+        else:
+            low = middle
+    steps = [list(step) for step in _reached(instance, heads, high - 1)[1]]
+    yield Bound(high, "warmup", instance.objective, {"steps_one_ns_below": steps})
 
-    value_ns: int
-    steps: tuple[tuple[int, int, int, int, int], ...]
+
+def warmup_forwards(instance: Instance, paths: Paths, value: int) -> tuple[int, ...] | None:
+    """Return the F's before the first B on every rank of a chain for an order of some value.
+
+    Parameters
+    ----------
+    instance
+        A chain with one stage per rank.
+    paths
+        Its longest paths.
+    value
+        The value in ns that the order shall have.
+
+    Returns
+    -------
+    tuple of int, or None
+        ``None`` if no order can be so short.
+    """
+    reached, steps = _reached(instance, _heads(instance, paths), value)
+    return tuple(step[2] for step in reversed(steps)) if reached else None
 
 
-def walk(
-    instance: Instance, heads: list[int], value: int
-) -> tuple[bool, list[tuple[int, int, int, int, int]]]:
-    """Climb the stairs with a value: (whether the first rank is reached, the steps)."""
-    steps: list[tuple[int, int, int, int, int]] = []
+def _heads(instance: Instance, paths: Paths) -> list[int]:
+    """Return the least time before each rank's first F that counts for the objective."""
+    return [paths.head[d] if instance.objective == "makespan" else 0 for d in range(instance.num_ranks)]
+
+
+def _reached(instance: Instance, heads: list[int], value: int) -> tuple[bool, list[Step]]:
+    """Return whether every rank finds an interval for ``value``, and the steps from the last rank up."""
+    steps: list[Step] = []
     last = instance.num_stages - 1
     at = 0
     for d in range(last, -1, -1):
@@ -62,29 +103,3 @@ def walk(
         if idle > allowed:
             return False, steps
     return True, steps
-
-
-def climb(instance: Instance, paths: Paths, value: int) -> tuple[int, ...] | None:
-    """F's before the first B per rank for an order of that value, or ``None`` if none can be so short."""
-    heads = [paths.head[d] if instance.objective == "makespan" else 0 for d in range(instance.num_ranks)]
-    passes, steps = walk(instance, heads, value)
-    return tuple(step[2] for step in reversed(steps)) if passes else None
-
-
-def warmup_bound(instance: Instance, paths: Paths) -> Warmup | None:
-    """The least value that passes, by bisection; ``None`` where it is no more than the work alone."""
-    ranks = range(instance.num_ranks)
-    heads = [paths.head[d] if instance.objective == "makespan" else 0 for d in ranks]
-    low = max(heads[d] + instance.work(d) for d in ranks)
-    if walk(instance, heads, low)[0]:
-        return None
-    high = low + max(paths.f_to_b(d, d) for d in ranks) + sum(instance.forward)
-    while not walk(instance, heads, high)[0]:
-        high += high - low
-    while high - low > 1:
-        middle = (low + high) // 2
-        if walk(instance, heads, middle)[0]:
-            high = middle
-        else:
-            low = middle
-    return Warmup(high, tuple(walk(instance, heads, high - 1)[1]))

@@ -1,20 +1,22 @@
 """Checking a certificate without trusting who wrote it.
 
-The order is judged by `zbcompile.schedule.check`, its value by `simulate`, and the bound is derived again from
-the problem's own numbers: sums of paths, windows and work by `zbcompile.planner.certify.derive`; bounds that a
-solver proved by asking it for an order shorter than the bound.
+The order is judged by `zbcompile.schedule.check` and its value by `simulate`. The bound is derived again from
+the problem's own numbers: sums of paths, windows and work by `zbcompile.planner.certify.derive`, bounds that
+a solver proved by asking it for an order shorter than the bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import cast
 
 from zbcompile.errors import CheckError, UsageError
-from zbcompile.planner.bounds.blocking_send import stand_in
+from zbcompile.planner.bounds.analytic import best_bound
+from zbcompile.planner.bounds.blocking_send import instant_links
 from zbcompile.planner.certify.derive import Derivation, Facts, Witness, derivations, rank_of, refuse
+from zbcompile.planner.core.instance import Instance, is_chain
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import StageCost
 from zbcompile.schedule.problem import Problem
@@ -34,10 +36,21 @@ _MOST_UNITS = 2**53
 class Verified:
     """What was proved anew.
 
-    derived_ns : the bound as derived here, at least the certificate's.
-    proved : False only where a solver's bound could not be proved again in the time given;
-        ``derived_ns`` is then what was proved without it.
-    lines : the derivation, a term a line.
+    Attributes
+    ----------
+    value_ns
+        Value of the order.
+    bound_ns
+        The certificate's bound.
+    derived_ns
+        The bound as derived here, at least the certificate's.
+    method
+        The certificate's method.
+    proved
+        False only where a solver's bound could not be proved again in the time given; ``derived_ns`` is then
+        what was proved without it.
+    lines
+        The derivation, a term a line.
     """
 
     value_ns: int
@@ -49,7 +62,20 @@ class Verified:
 
 
 def verify_certificate(solution: Solution, *, time_limit_s: float = 30.0) -> Verified:
-    """Check order, value and bound of a solution. Raises `CheckError` saying what does not hold."""
+    """Check order, value and bound of a solution.
+
+    Parameters
+    ----------
+    solution
+        The solution.
+    time_limit_s
+        Seconds for a bound that a solver proved.
+
+    Raises
+    ------
+    CheckError
+        Says what does not hold.
+    """
     problem, certificate = solution.problem, solution.certificate
     check(solution.schedule, problem)
     if certificate.objective != problem.objective:
@@ -72,7 +98,7 @@ def verify_certificate(solution: Solution, *, time_limit_s: float = 30.0) -> Ver
 
 
 def verify(solution: Solution) -> list[CheckError]:
-    """The faults of a certificate; empty when all of it is proved anew."""
+    """Return the faults of a certificate; empty if all of it is proved anew."""
     try:
         found = verify_certificate(solution)
     except CheckError as error:
@@ -89,7 +115,13 @@ def verify(solution: Solution) -> list[CheckError]:
 
 
 def explain(solution: Solution) -> str:
-    """The certificate in words and sums, to be followed by hand."""
+    """Return the certificate in words and sums, to be followed by hand.
+
+    Raises
+    ------
+    CheckError
+        The certificate does not hold.
+    """
     found = verify_certificate(solution)
     objective = solution.certificate.objective
     status = solution.certificate.status
@@ -120,28 +152,29 @@ def _derive(
     solver: _Solver,
     solution: Solution | None,
 ) -> int:
-    """Derive a bound by its method; returns its value. ``solution`` only at the outermost level."""
+    """Derive a bound by its method and return its value.
+
+    ``solution`` is given at the outermost level only.
+    """
     simple = derivations(problem.objective).get(method)
     if simple is not None:
         part = Derivation(out.lines)
         simple(Facts(problem), witness, part)
         return part.total
-    special: Mapping[str, Callable[[Problem, Witness, Derivation, _Solver, Solution | None], int]] = {
-        "blocking_send": _holding,
-        "variants": _variants,
-        "cp_sat": _cp_sat,
-        "crossing": _crossing,
-    }
-    if method not in special:
-        raise refuse(f"unknown method {method[:40]!r} for the {problem.objective}")
-    return special[method](problem, witness, out, solver, solution)
+    if method == "blocking_send":
+        return _blocking_send(problem, witness, out, solver)
+    if method == "variants":
+        return _variants(problem, witness, out, solver, solution)
+    if method == "cp_sat":
+        return _cp_sat(problem, out, solver)
+    if method == "crossing":
+        return _crossing(problem, witness, out, solver)
+    raise refuse(f"unknown method {method[:40]!r} for the {problem.objective}")
 
 
-def _holding(
-    problem: Problem, witness: Witness, out: Derivation, solver: _Solver, solution: Solution | None
-) -> int:
-    """Sends hold up their rank: travel times belong to F and B, less one last message."""
-    pair = stand_in(problem)
+def _blocking_send(problem: Problem, witness: Witness, out: Derivation, solver: _Solver) -> int:
+    """Derive a blocking-send bound: travel times belong to F and B, less one last message."""
+    pair = instant_links(problem)
     method = witness.get("of")
     if pair is None or not isinstance(method, str) or method == "blocking_send":
         raise refuse("sends hold up nobody here", given=method)
@@ -156,7 +189,7 @@ def _holding(
 def _variants(
     problem: Problem, witness: Witness, out: Derivation, solver: _Solver, solution: Solution | None
 ) -> int:
-    """Whatever the variants: on one rank each of its levels, elsewhere the least of each cost."""
+    """Derive a bound over variants: on one rank each of its levels, elsewhere the least of each cost."""
     if solution is None:
         raise refuse("variants inside another bound")
     ways = _ways(problem, witness, solution.variants)
@@ -192,7 +225,7 @@ def _variants(
 
 
 def _ways(problem: Problem, witness: Witness, variants: tuple[int, ...]) -> list[list[StageCost]]:
-    """Every stage's ways to run as the witness lists them; the chosen one must be the problem's."""
+    """Return every stage's ways to run as the witness lists them; the chosen one must be the problem's."""
     rows = witness.get("costs")
     if not isinstance(rows, (list, tuple)) or len(rows) != problem.num_stages:
         raise refuse("the witness lists no costs per stage", problem.num_stages)
@@ -210,6 +243,7 @@ def _ways(problem: Problem, witness: Witness, variants: tuple[int, ...]) -> list
 
 
 def _way(numbers: object, stage: int, static_bytes: int) -> StageCost:
+    """Return one way to run from the numbers of the witness."""
     if not isinstance(numbers, (list, tuple)) or len(numbers) != 6:
         raise refuse(f"broken costs of stage {stage} in the witness", "six whole numbers", numbers)
     f, b, w, both, saved, pending = numbers
@@ -220,7 +254,11 @@ def _way(numbers: object, stage: int, static_bytes: int) -> StageCost:
 
 
 def _least(ways: list[StageCost]) -> StageCost:
-    """The least of every cost."""
+    """Return the least of every cost.
+
+    Notes ----- `zbcompile.planner.variants.cheapest` does nearly the same, on a stage and its variants. The
+    two stay apart on purpose: what checks a bound shares no code with what found it.
+    """
     return StageCost(
         min(w.forward_ns for w in ways),
         min(w.backward_input_ns for w in ways),
@@ -235,6 +273,7 @@ def _least(ways: list[StageCost]) -> StageCost:
 def _chosen(
     costs: list[StageCost], ways: list[list[StageCost]], stages: tuple[int, ...], choice: object
 ) -> list[StageCost]:
+    """Return the costs with the stages of one rank at the levels of ``choice``."""
     if not isinstance(choice, (list, tuple)) or len(choice) != len(stages):
         raise refuse("a level does not name a way per stage of the rank", len(stages), choice)
     for s, k in zip(stages, choice, strict=True):
@@ -244,11 +283,8 @@ def _chosen(
     return costs
 
 
-def _cp_sat(
-    problem: Problem, witness: Witness, out: Derivation, solver: _Solver, solution: Solution | None
-) -> int:
-    """A bound of the exact model: ask for anything shorter, and fail."""
-    from zbcompile.planner.core.instance import Instance
+def _cp_sat(problem: Problem, out: Derivation, solver: _Solver) -> int:
+    """Prove a bound of the exact model: ask for anything shorter, and fail."""
     from zbcompile.planner.exact.model import refute
 
     instance, shorter = Instance.of(problem).relaxed(), None
@@ -262,12 +298,9 @@ def _cp_sat(
     return _without_solver(problem, out, solver)
 
 
-def _crossing(
-    problem: Problem, witness: Witness, out: Derivation, solver: _Solver, solution: Solution | None
-) -> int:
-    """The crossing bound of one rank or of the chain: ask its model, on its grid, for anything shorter."""
-    from zbcompile.planner.core.instance import Instance
-    from zbcompile.planner.exact.crossing import crossing_bound, is_chain
+def _crossing(problem: Problem, witness: Witness, out: Derivation, solver: _Solver) -> int:
+    """Prove a crossing bound of one rank or of the chain: ask its model, on its grid, for less."""
+    from zbcompile.planner.exact.crossing import crossing_bound
 
     instance, facts = Instance.of(problem).relaxed(), Facts(problem)
     rank = None if witness.get("rank", 0) is None else rank_of(facts, witness)
@@ -304,9 +337,7 @@ def _crossing(
 
 
 def _without_solver(problem: Problem, out: Derivation, solver: _Solver) -> int:
-    """What still holds where the solver did not finish: the best bound that can be summed by hand."""
-    from zbcompile.planner.bounds.analytic import best_bound
-
+    """Return what holds where the solver did not finish: the best bound that can be summed by hand."""
     solver.out_of_time = True
     simple = best_bound(problem)
     return _derive(problem, simple.method, simple.witness, out, solver, None)

@@ -1,8 +1,8 @@
 """Deriving a bound again from the problem's own numbers, one line of arithmetic per term.
 
-Nothing here calls the code that found the bound: paths, windows and knapsacks are computed anew
-and plainly, so that a fault there does not vouch for itself. All for costs that no choice of
-fusing undercuts (`relaxed`), as every bound is.
+Nothing here calls the code that found the bound: paths, windows and knapsacks are computed anew and plainly,
+so that a fault there does not vouch for itself. All is for costs that no choice of fusing undercuts (as in
+`Instance.relaxed`), as every bound is.
 """
 
 from __future__ import annotations
@@ -22,29 +22,49 @@ Node = tuple[str, int]
 
 
 def refuse(what: str, needed: object = None, given: object = None) -> CheckError:
-    """The error of a certificate that does not hold."""
+    """Return the error of a certificate that does not hold."""
     return CheckError(what, where="certificate", needed=needed, given=given, fix="plan again")
 
 
 @dataclass
 class Derivation:
-    """A sum in the making: lines of text with their terms in ns."""
+    """A sum in the making.
+
+    Attributes
+    ----------
+    lines
+        Text, a term a line.
+    total
+        The sum so far in ns.
+    """
 
     lines: list[str] = field(default_factory=list)
     total: int = 0
 
     def add(self, text: str, term: int) -> None:
-        """One more term."""
+        """Add a term with its text."""
         self.lines.append(f"{term:+,} ns  {text}")
         self.total += term
 
     def note(self, text: str) -> None:
-        """A line without a term."""
+        """Add a line without a term."""
         self.lines.append(text)
 
 
 class Facts:
-    """A problem's times in ns (host overhead included), bytes and rooms, relaxed over fusing."""
+    """A problem's times and bytes, relaxed over fusing.
+
+    Attributes
+    ----------
+    problem, count
+        The problem and its number of microbatches.
+    f, b, w
+        Times of F, B and W per stage in ns, host overhead included.
+    saved, pending
+        M_B and M_W per stage in bytes.
+    stages_of, headroom
+        Stages and bytes for activations per rank.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.count = problem, problem.num_microbatches
@@ -62,16 +82,18 @@ class Facts:
         self._far: dict[Node, dict[Node, int]] = {}
 
     def _headroom(self, rank: int) -> int:
+        """Return the cap minus static bytes, or all that the rank could hold at once if that is less."""
         stages = self.problem.profile.stages
         most = sum(stages[s].saved_bytes + stages[s].saved_for_weight_bytes for s in self.stages_of[rank])
         given = self.problem.headroom(rank)
         return most * self.count if given is None else min(given, most * self.count)
 
     def work(self, rank: int) -> int:
-        """All F, B, W of a rank in one step."""
+        """Return the time of all F, B, W of a rank in one step."""
         return self.count * sum(self.f[s] + self.b[s] + self.w[s] for s in self.stages_of[rank])
 
     def _next(self, node: Node) -> list[tuple[Node, int]]:
+        """Return what waits for a node directly: (node, least time from start to start)."""
         kind, s = node
         edges = self.problem.profile.edges
         if kind == "F":
@@ -84,7 +106,7 @@ class Facts:
         ]
 
     def far(self, node: Node) -> dict[Node, int]:
-        """Longest start-to-start way from one F or B of a microbatch to every one that waits for it."""
+        """Return the longest start-to-start path from an F or B of a microbatch to all that wait for it."""
         if not self._far:
             count = len(self.f)
             for here in [*(("B", s) for s in range(count)), *(("F", s) for s in reversed(range(count)))]:
@@ -96,31 +118,31 @@ class Facts:
         return self._far[node]
 
     def way(self, a: Node, b: Node) -> int | None:
-        """Longest way from the start of a to the start of b; ``None`` if b does not wait for a."""
+        """Return the longest path from the start of a to that of b; ``None`` if b does not wait for a."""
         return self.far(a).get(b)
 
     def head(self, stage: int) -> int:
-        """Least time before F of a stage can start."""
+        """Return the least time before F of a stage can start."""
         ways = [self.way(("F", s), ("F", stage)) for s in range(len(self.f))]
         return max(w for w in ways if w is not None)
 
     def after(self, stage: int) -> int:
-        """Least time from the end of B of a stage to the end of the step, its own W included."""
+        """Return the least time from the end of B of a stage to the end of the step, its own W included."""
         far = self.far(("B", stage))
         return max(length + self.b[s] + self.w[s] for (_, s), length in far.items()) - self.b[stage]
 
     def first(self, rank: int) -> int | None:
-        """The stage that every F of the rank waits for, if there is one."""
+        """Return the stage that every F of the rank waits for, if there is one."""
         row = self.stages_of[rank]
         return next((x for x in row if all(self.way(("F", x), ("F", s)) is not None for s in row)), None)
 
     def last(self, rank: int) -> int | None:
-        """The stage whose B waits for every B of the rank, if there is one."""
+        """Return the stage whose B waits for every B of the rank, if there is one."""
         row = self.stages_of[rank]
         return next((x for x in row if all(self.way(("B", s), ("B", x)) is not None for s in row)), None)
 
     def most_time(self, items: Sequence[tuple[int, int, int]], headroom: int) -> int:
-        """Most time of (time, bytes, count) items in some bytes; whole items if all are alike."""
+        """Return the most time of (time, bytes, count) items in some bytes; whole items if all are alike."""
         if headroom < 0:
             return 0
         sized = sorted((i for i in items if i[1]), key=lambda i: (Fraction(-i[0], i[1]), i[1]))
@@ -134,12 +156,12 @@ class Facts:
         return int(total)
 
     def waiting_time(self, rank: int, headroom: int, own: int | None = None) -> int:
-        """Most time of W's that some bytes hold back, one W of stage ``own`` left out."""
+        """Return the most time of W's that some bytes hold back, one W of stage ``own`` left out."""
         items = [(self.w[s], self.pending[s], self.count - (s == own)) for s in self.stages_of[rank]]
         return self.most_time(items, headroom)
 
     def trailing(self, rank: int) -> int:
-        """Most time of W's left when the rank's last B ends."""
+        """Return the most time of W's left when the rank's last B ends."""
         last = self.last(rank)
         if last is None:
             raise refuse(f"no B is bound to be the last on rank {rank}")
@@ -147,7 +169,7 @@ class Facts:
 
 
 def number(witness: Witness, name: str, high: int) -> int:
-    """A whole number of the witness, from 0 to ``high``."""
+    """Return a whole number of the witness, from 0 to ``high``."""
     value = witness.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= high:
         raise refuse(f"the witness has no usable {name!r}", f"0 to {high}", value)
@@ -155,18 +177,18 @@ def number(witness: Witness, name: str, high: int) -> int:
 
 
 def rank_of(facts: Facts, witness: Witness, name: str = "rank") -> int:
-    """A rank that the witness names."""
+    """Return a rank that the witness names."""
     return number(witness, name, len(facts.stages_of) - 1)
 
 
 def add_work(facts: Facts, rank: int, out: Derivation) -> None:
-    """All work of a rank."""
+    """Add all work of a rank."""
     parts = " + ".join(f"{facts.f[s]} + {facts.b[s]} + {facts.w[s]}" for s in facts.stages_of[rank])
     out.add(f"work of rank {rank}: {facts.count} x ({parts})", facts.work(rank))
 
 
 def add_idle(facts: Facts, rank: int, witness: Witness, out: Derivation) -> None:
-    """Idle time that memory and the way round force on a rank."""
+    """Add the idle time that memory and the round trip force on a rank."""
     if len(facts.stages_of[rank]) == 1:
         _add_windows(facts, rank, witness, out)
     else:
@@ -175,6 +197,7 @@ def add_idle(facts: Facts, rank: int, witness: Witness, out: Derivation) -> None
 
 
 def _add_windows(facts: Facts, rank: int, witness: Witness, out: Derivation) -> None:
+    """Add the idle time of every memory window that the witness names."""
     (s,), m, headroom = facts.stages_of[rank], facts.count, facts.headroom[rank]
     trip = facts.way(("F", s), ("B", s))
     assert trip is not None
@@ -201,7 +224,7 @@ def _add_windows(facts: Facts, rank: int, witness: Witness, out: Derivation) -> 
 
 
 def _fullest(facts: Facts, rank: int, s: int, i: int, fits: int) -> tuple[int, int, int]:
-    """Most B's and W's in window i: (other B's with their W's, W's already waiting, their time)."""
+    """Return the fullest window i: (other B's with their W's, W's already waiting, their time)."""
     best = (0, 0, -1)
     for flying in range(1, min(fits, i) + 1):
         left = facts.headroom[rank] - flying * facts.saved[s]
@@ -215,6 +238,7 @@ def _fullest(facts: Facts, rank: int, s: int, i: int, fits: int) -> tuple[int, i
 
 
 def _add_start_idle(facts: Facts, rank: int, out: Derivation) -> None:
+    """Add the idle time before a rank's first B."""
     row = facts.stages_of[rank]
     ways = [[facts.way(("F", a), ("B", s)) or 0 for a in row] for s in row]
     windows = [("B", min(max(to) for to in ways), row)]
@@ -233,6 +257,7 @@ def _add_start_idle(facts: Facts, rank: int, out: Derivation) -> None:
 
 
 def _add_end_idle(facts: Facts, rank: int, witness: Witness, out: Derivation) -> None:
+    """Add the idle time between the last B of two stages that the witness names."""
     pair = witness.get("end_stages")
     if pair is None:
         return
@@ -268,15 +293,17 @@ def _add_end_idle(facts: Facts, rank: int, witness: Witness, out: Derivation) ->
 
 
 def _rank_work(facts: Facts, witness: Witness, out: Derivation) -> None:
+    """Add the work and the idle time of one rank."""
     rank = rank_of(facts, witness)
     add_work(facts, rank, out)
     add_idle(facts, rank, witness, out)
 
 
 def _area(facts: Facts, witness: Witness, out: Derivation) -> None:
+    """Add the bytes times time that one rank must hold, over its headroom."""
     rank = rank_of(facts, witness)
     if facts.headroom[rank] <= 0:
-        raise refuse("a rank without room has no area")
+        raise refuse("a rank without headroom has no area")
     area = 0
     for s in facts.stages_of[rank]:
         trip = facts.way(("F", s), ("B", s))
@@ -294,6 +321,7 @@ def _area(facts: Facts, witness: Witness, out: Derivation) -> None:
 
 
 def _enclosing(facts: Facts, witness: Witness, out: Derivation) -> None:
+    """Add the path from one rank to another, that one's work, and the path back."""
     outer, inner = rank_of(facts, witness, "outer_rank"), rank_of(facts, witness, "inner_rank")
     x, y, z, q = facts.first(outer), facts.first(inner), facts.last(outer), facts.last(inner)
     if x is None or y is None or z is None or q is None or outer == inner:
@@ -309,12 +337,14 @@ def _enclosing(facts: Facts, witness: Witness, out: Derivation) -> None:
 
 
 def _head_and_work(facts: Facts, witness: Witness, out: Derivation) -> None:
+    """Add the F's before a rank's first F, then its work and idle time."""
     rank = rank_of(facts, witness)
     out.add(f"F's before the first F of rank {rank}", min(facts.head(s) for s in facts.stages_of[rank]))
     _rank_work(facts, witness, out)
 
 
 def _head_work_and_tail(facts: Facts, witness: Witness, out: Derivation) -> None:
+    """Add the same, less the W's that can be left, and what follows the rank's last B."""
     rank = rank_of(facts, witness)
     _head_and_work(facts, witness, out)
     out.add(f"W's that rank {rank} may leave behind its last B", -facts.trailing(rank))
@@ -324,6 +354,7 @@ def _head_work_and_tail(facts: Facts, witness: Witness, out: Derivation) -> None
 
 
 def _one_microbatch(facts: Facts, witness: Witness, out: Derivation) -> None:
+    """Add the longest path of one microbatch."""
     best = max(
         length + facts.b[s] + facts.w[s]
         for a in range(len(facts.f))
@@ -333,21 +364,21 @@ def _one_microbatch(facts: Facts, witness: Witness, out: Derivation) -> None:
     out.add("longest way of one microbatch through the model", best)
 
 
-def _stairs(facts: Facts, witness: Witness, out: Derivation) -> None:
-    """The first B's of all ranks: the least value with which the stairs can be climbed."""
+def _warmup(facts: Facts, witness: Witness, out: Derivation) -> None:
+    """Add the least value with which every rank reaches its first B in time."""
     count = len(facts.f)
     edges = facts.problem.profile.edges
     chain = [(s, s + 1) for s in range(count - 1)]
     plain = [(e.source, e.target) for e in edges] == chain and all(e.has_gradient for e in edges)
     if facts.problem.placement.rank_of != tuple(range(count)) or not plain:
-        raise refuse("the stairs are for a chain with one stage per rank")
+        raise refuse("the warm-up bound is for a chain with one stage per rank")
     low, high = 0, 1
-    while _climb(facts, high)[-1][-1] < 0:
+    while _first_backwards(facts, high)[-1][-1] < 0:
         low, high = high, 2 * high
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if _climb(facts, middle)[-1][-1] >= 0 else (middle + 1, high)
-    for d, least, forwards, idle, spare in _climb(facts, low - 1) if low else []:
+        low, high = (low, middle) if _first_backwards(facts, middle)[-1][-1] >= 0 else (middle + 1, high)
+    for d, least, forwards, idle, spare in _first_backwards(facts, low - 1) if low else []:
         out.note(
             f"        rank {d}, with one ns less: B(1) at {least} or later, {forwards} F before it,"
             f" idle {idle} of {idle + spare}"
@@ -355,8 +386,8 @@ def _stairs(facts: Facts, witness: Witness, out: Derivation) -> None:
     out.add("the least value with which every rank reaches its first B in the idle time it has", low)
 
 
-def _climb(facts: Facts, value: int) -> list[tuple[int, int, int, int, int]]:
-    """From the last rank up: (rank, least time to B(1), F's before it, idle, idle time to spare).
+def _first_backwards(facts: Facts, value: int) -> list[tuple[int, int, int, int, int]]:
+    """Return, from the last rank up, (rank, least time to B(1), F's before it, idle, idle time to spare).
 
     Ends with the first rank whose time to spare is negative, or with rank 0.
     """
@@ -386,7 +417,7 @@ _SPAN: dict[str, Callable[[Facts, Witness, Derivation], None]] = {
     "memory_windows": _rank_work,
     "start_end_idle": _rank_work,
     "area": _area,
-    "warmup": _stairs,
+    "warmup": _warmup,
     "enclosing_pair": _enclosing,
 }
 _MAKESPAN: dict[str, Callable[[Facts, Witness, Derivation], None]] = {
@@ -397,5 +428,5 @@ _MAKESPAN: dict[str, Callable[[Facts, Witness, Derivation], None]] = {
 
 
 def derivations(objective: str) -> Mapping[str, Callable[[Facts, Witness, Derivation], None]]:
-    """The methods that prove a bound of this objective. What bounds the span bounds the makespan."""
+    """Return the methods that prove a bound of this objective. What bounds the span bounds the makespan."""
     return _SPAN if objective == "span" else {**_SPAN, **_MAKESPAN}

@@ -1,8 +1,8 @@
-"""Keyed dispatch: turn a priority per action into an order that fits.
+"""Keyed dispatch: a priority per action becomes an order that fits.
 
-Giffler and Thompson (Operations Research 8, 1960): of the rank that could complete something
-first, run the action with the smallest key among those that could start before that. An F leaves
-room for one M_B of every deeper stage of its rank that still has F's, so memory never locks up.
+Giffler and Thompson (Operations Research 8, 1960): of the rank that could complete something first, the
+dispatch runs the action with the smallest key among those that could start before that. An F leaves headroom
+for one M_B of every deeper stage of its rank that still has F's, so memory never locks up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _candidate(
     t: Tables,
     r: int,
     keys: Vector,
-    flying: Vector,
+    in_flight: Vector,
     share: int,
     free: Vector,
     held: Vector,
@@ -30,7 +30,7 @@ def _candidate(
     ends: Vector,
     found: Vector,
 ) -> None:
-    """Best action of a rank: found[2 r] = its earliest completion, found[2 r + 1] = its code."""
+    """Find the best action of a rank: found[2 r] = its earliest completion, found[2 r + 1] = its code."""
     S, m = t.num_stages, t.num_microbatches
     soonest, chosen = _FAR, -1
     for phase in range(2):
@@ -44,7 +44,7 @@ def _candidate(
                 if i == m:
                     continue
                 if kind == 0:
-                    if done[s] - done[S + s] >= flying[s]:
+                    if done[s] - done[S + s] >= in_flight[s]:
                         continue
                     reserve = max(0, t.memory[S + s])
                     for d in range(e + 1, t.own_at[r + 1]):
@@ -89,7 +89,7 @@ def _candidate(
 def _run(
     t: Tables,
     keys: Vector,
-    flying: Vector,
+    in_flight: Vector,
     share: int,
     line: Vector,
     offsets: Vector,
@@ -99,7 +99,7 @@ def _run(
     ends: Vector,
     found: Vector,
 ) -> int:
-    """Fill ``line`` rank by rank; returns the number of actions placed."""
+    """Fill ``line`` rank by rank; return the number of actions placed."""
     S, p, m = t.num_stages, t.num_ranks, t.num_microbatches
     for k in range(2 * S * m):
         ends[k] = -1
@@ -110,7 +110,7 @@ def _run(
         held[r] = 0
         free[p + r] = offsets[r]
     for r in range(p):
-        _candidate(t, r, keys, flying, share, free, held, done, ends, found)
+        _candidate(t, r, keys, in_flight, share, free, held, done, ends, found)
     placed = 0
     while placed < 3 * S * m:
         r = 0
@@ -138,18 +138,26 @@ def _run(
         line[free[p + r]] = code
         free[p + r] += 1
         placed += 1
-        _candidate(t, r, keys, flying, share, free, held, done, ends, found)
+        _candidate(t, r, keys, in_flight, share, free, held, done, ends, found)
         if kind == 0:
             for a in range(t.after_forward_at[s], t.after_forward_at[s + 1]):
-                _candidate(t, t.after_forward[a], keys, flying, share, free, held, done, ends, found)
+                _candidate(t, t.after_forward[a], keys, in_flight, share, free, held, done, ends, found)
         elif kind == 1:
             for a in range(t.after_backward_at[s], t.after_backward_at[s + 1]):
-                _candidate(t, t.after_backward[a], keys, flying, share, free, held, done, ends, found)
+                _candidate(t, t.after_backward[a], keys, in_flight, share, free, held, done, ends, found)
     return placed
 
 
 class Dispatcher:
-    """Dispatch for one problem; keys and limits change from run to run."""
+    """Dispatch for one problem; keys and limits change from run to run.
+
+    Attributes
+    ----------
+    instance
+        The problem.
+    offsets
+        Where each rank's row begins in the lines that `run_line` returns.
+    """
 
     def __init__(self, instance: Instance) -> None:
         self.instance, self.tables = instance, Tables.of(instance)
@@ -160,23 +168,33 @@ class Dispatcher:
         self.free, self.held, self.found = (vector([0] * (2 * p)) for _ in range(3))
         self.done, self.ends = vector([0] * (4 * S)), vector([0] * (2 * S * m))
 
-    def run(self, keys: Sequence[int], flying: Sequence[int], share: int = 100) -> Codes | None:
-        """`run_line` as an order of its own."""
-        line = self.run_line(keys, flying, share)
+    def run(self, keys: Sequence[int], in_flight: Sequence[int], share: int = 100) -> Codes | None:
+        """Return `run_line` as an order of its own."""
+        line = self.run_line(keys, in_flight, share)
         return None if line is None else unpack(self.instance, self.offsets, line)
 
-    def run_line(self, keys: Sequence[int], flying: Sequence[int], share: int = 100) -> Vector | None:
-        """Codes in a row, valid until the next run, or ``None`` when the limits leave it stuck.
+    def run_line(self, keys: Sequence[int], in_flight: Sequence[int], share: int = 100) -> Vector | None:
+        """Return the codes in a row, valid until the next run.
 
-        keys : per (kind, stage, microbatch), in that order, kinds F, B, W; smaller goes first.
-        flying : most microbatches in flight per stage. share : hundredths of a W that a gap must
-        last before a W with a later key may fill it.
+        Parameters
+        ----------
+        keys
+            Key per (kind, stage, microbatch), in that order, kinds F, B, W; the smaller goes first.
+        in_flight
+            Most microbatches in flight per stage.
+        share
+            Hundredths of a W that a gap must last before a W with a later key may fill it.
+
+        Returns
+        -------
+        Vector or None
+            ``None`` if the limits leave the dispatch stuck.
         """
         t = self.tables
         placed = _run(
             t,
             vector(keys),
-            vector(flying),
+            vector(in_flight),
             share,
             self.line,
             self.offsets,

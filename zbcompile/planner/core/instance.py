@@ -1,31 +1,80 @@
-"""A problem as plain integer tuples: what bounds, schedulers and search work on."""
+"""A problem as plain integer tuples: what bounds, list schedules and searches work on."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zbcompile.errors import InfeasibleError
+from zbcompile.errors import UsageError
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.rules import Rules, durations
 
-__all__ = ["BW", "B", "F", "W", "Instance", "check_caps", "shaped", "to_codes", "to_schedule"]
+__all__ = [
+    "BW",
+    "B",
+    "Codes",
+    "F",
+    "Fusing",
+    "Instance",
+    "Op",
+    "W",
+    "is_chain",
+    "shaped",
+    "to_codes",
+    "to_schedule",
+]
 
 F, B, W, BW = 0, 1, 2, 3
 KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
 
 Codes = list[list[tuple[int, int]]]
-"""An order per rank as (kind, stage) pairs; the microbatch is how often the pair came before."""
+"""An order as (kind, stage) pairs per rank; the microbatch is how often the pair came before."""
+
+Op = tuple[int, int, int]
+"""An action as (kind, stage, microbatch)."""
+
+
+class Fusing(enum.Enum):
+    """Which backwards run fused: those where it helps, none, or all."""
+
+    AUTO = "auto"
+    NEVER = "never"
+    ALWAYS = "always"
+
+    @staticmethod
+    def of(choice: str | Fusing) -> Fusing:
+        """Return the member of a public name. Raises `UsageError` if there is none."""
+        try:
+            return Fusing(choice)
+        except ValueError:
+            raise UsageError(f"unknown choice of fusing {choice!r}", needed="auto, never or always") from None
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """Times in ns with host overhead, bytes, rooms (cap minus static bytes), dependency rules.
+    """A problem's times, bytes and dependencies, without names, links or files.
 
-    forward, backward, weight, fused : time of F, B, W, BW per stage.
-    saved, pending : M_B and M_W per stage. room : bytes per rank, never ``None``.
-    forward_from, backward_from : as in `zbcompile.schedule.rules.Rules`.
+    Attributes
+    ----------
+    num_microbatches
+        Microbatches of a step.
+    rank_of
+        Rank of every stage.
+    stages_of
+        Stages of every rank, in increasing order.
+    forward, backward, weight, fused
+        Time of F, B, W and BW of every stage in ns, host overhead included.
+    saved, pending
+        M_B and M_W of every stage in bytes.
+    headroom
+        Bytes per rank for activations: the cap minus the static bytes, never ``None``.
+    forward_from, backward_from
+        Per stage, as (stage, travel time in ns), what its F or B waits for
+        (`zbcompile.schedule.rules.Rules`).
+    objective
+        ``span`` or ``makespan``.
     """
 
     num_microbatches: int
@@ -44,7 +93,7 @@ class Instance:
 
     @staticmethod
     def of(problem: Problem) -> Instance:
-        """Flatten. A rank without a cap gets the bytes that all of its work could hold at once."""
+        """Flatten a problem. A rank without a cap gets the bytes that all of its work could hold at once."""
         times, rules, stages = durations(problem), Rules.of(problem), problem.profile.stages
         stages_of = tuple(problem.placement.stages_of(r) for r in range(problem.num_ranks))
         headroom = []
@@ -71,10 +120,10 @@ class Instance:
         )
 
     def relaxed(self) -> Instance:
-        """Costs without fusing that undercut every choice of fusing: bounds for them hold for all orders.
+        """Return costs without fusing that undercut every choice of fusing: bounds for them hold for all.
 
-        A BW of time D is a B of time min(TB, D) directly followed by a W of the rest: its gradient
-        leaves no later, its memory is held no longer, so M_W counts as min(M_B, M_W).
+        A BW of time D is a B of time min(TB, D) directly followed by a W of the rest: its gradient leaves no
+        later, and its memory is held no longer, so M_W counts as min(M_B, M_W).
         """
         backward = tuple(min(b, d) for b, d in zip(self.backward, self.fused, strict=True))
         weight = tuple(min(w, d - b) for w, d, b in zip(self.weight, self.fused, backward, strict=True))
@@ -99,7 +148,7 @@ class Instance:
 
 
 def is_chain(instance: Instance) -> bool:
-    """One stage per rank, in rank order, each feeding the next and getting a gradient back."""
+    """Return whether each rank has one stage, in rank order, that feeds the next and gets a gradient back."""
     last = instance.num_stages - 1
     return instance.rank_of == tuple(range(last + 1)) and all(
         [other for other, _ in instance.forward_from[s]] == ([s - 1] if s else [])
@@ -108,47 +157,11 @@ def is_chain(instance: Instance) -> bool:
     )
 
 
-def least_room(instance: Instance, rank: int) -> int:
-    """Bytes that one microbatch at a time needs on a rank: all F's held, then B's from the last stage.
-
-    Where M_W > M_B the stage may run fused, which needs no M_W. No order needs less when the rank's
-    every F comes before its first B, as in any chain of stages.
-    """
-    return sum(instance.saved[s] for s in instance.stages_of[rank])
-
-
-def check_caps(problem: Problem, *, fusing: bool = True) -> None:
-    """Raise `InfeasibleError` naming the rank that lacks most and the least cap that works there."""
-    instance = Instance.of(problem)
-    worst: tuple[int, int, int] | None = None
-    for rank, stages in enumerate(instance.stages_of):
-        cap = problem.caps[rank]
-        if cap is None:
-            continue
-        need = least_room(instance, rank)
-        if not fusing:
-            held = need
-            for s in sorted(stages, reverse=True):
-                need = max(need, held - instance.saved[s] + instance.pending[s])
-                held -= instance.saved[s]
-        lacking = need + problem.static_bytes(rank) - cap
-        if lacking > 0 and (worst is None or lacking > worst[0]):
-            worst = (lacking, rank, need + problem.static_bytes(rank))
-    if worst is not None:
-        _, rank, least = worst
-        raise InfeasibleError(
-            f"no order fits: one microbatch alone needs {least} bytes on rank {rank}",
-            where=f"rank {rank}",
-            needed=least,
-            given=problem.caps[rank],
-            fix=f"raise the cap of rank {rank} to {least} bytes, or offer a variant that saves less",
-        )
-
-
 def to_schedule(codes: Sequence[Sequence[tuple[int, int]]], problem: Problem) -> Schedule:
-    """Number the microbatches: the k-th F of a stage is microbatch k; so are the k-th B or BW, and the W's.
+    """Number the microbatches of an order.
 
-    A W belongs to the earliest split microbatch that still has none.
+    The k-th F of a stage is that of microbatch k, and so is its k-th B or BW. A W belongs to the earliest
+    split microbatch that still has none.
     """
     order = []
     for row in codes:
@@ -170,18 +183,18 @@ def to_schedule(codes: Sequence[Sequence[tuple[int, int]]], problem: Problem) ->
 
 
 def to_codes(schedule: Schedule) -> Codes:
-    """Forget the microbatch numbers. Microbatches are alike, so nothing is lost."""
+    """Forget the microbatch numbers of a schedule. Microbatches are alike, so nothing is lost."""
     index = {kind: k for k, kind in enumerate(KINDS)}
     return [[(index[a.kind], a.stage) for a in row if a.kind.is_compute] for row in schedule.order]
 
 
-def shaped(codes: Codes, fuse: str) -> Codes:
-    """The order with every backward split (``never``) or fused (``always``); ``auto`` leaves it alone."""
-    if fuse == "never":
+def shaped(codes: Codes, fusing: Fusing) -> Codes:
+    """Return the order with every backward split (never fusing) or fused (always fusing), or as it is."""
+    if fusing is Fusing.NEVER:
         return [
             [op for kind, s in row for op in (((B, s), (W, s)) if kind == BW else ((kind, s),))]
             for row in codes
         ]
-    if fuse == "always":
+    if fusing is Fusing.ALWAYS:
         return [[(BW if kind == B else kind, s) for kind, s in row if kind != W] for row in codes]
     return codes

@@ -1,4 +1,4 @@
-"""Longest paths through one microbatch's F's and B's: the time that any order must spend."""
+"""Longest paths through one microbatch's F's and B's: time that every order must spend."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ NO_PATH = -1
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Start-to-start longest paths of one microbatch. Node s is F(s), node S + s is B(s).
+    """Longest paths of one microbatch in ns. Node s is F of stage s, node S + s is B of stage s.
 
-    longest[a][b] : least time from the start of a to the start of b, `NO_PATH` if b does not wait for a.
-    head[a] : least time from the step's begin to the start of a.
-    tail[a] : least time from the start of a to the end of the step.
+    Attributes
+    ----------
+    num_stages
+        S.
+    longest
+        ``longest[a][b]`` is the least time from the start of a to the start of b, `NO_PATH` if b does not
+        wait for a.
+    head
+        Least time from the begin of the step to the start of a node.
+    tail
+        Least time from the start of a node to the end of the step.
     """
 
     num_stages: int
@@ -27,7 +35,7 @@ class Paths:
 
     @staticmethod
     def of(instance: Instance) -> Paths:
-        """All pairs, by one pass per node over the topological order F(0..S-1), B(S-1..0)."""
+        """Find all pairs, by one pass per node over the topological order F(0..S-1), B(S-1..0)."""
         count = instance.num_stages
         arcs: list[list[tuple[int, int]]] = [[] for _ in range(2 * count)]
         for stage in range(count):
@@ -58,13 +66,13 @@ class Paths:
         return Paths(count, longest, head, tail)
 
     def f_to_f(self, a: int, b: int) -> int:
-        """Start of F(a) to start of F(b)."""
+        """Return the longest path from the start of F(a) to the start of F(b)."""
         return self.longest[a][b]
 
     def f_to_b(self, a: int, b: int) -> int:
-        """Start of F(a) to start of B(b)."""
+        """Return the longest path from the start of F(a) to the start of B(b)."""
         return self.longest[a][self.num_stages + b]
 
     def b_to_b(self, a: int, b: int) -> int:
-        """Start of B(a) to start of B(b)."""
+        """Return the longest path from the start of B(a) to the start of B(b)."""
         return self.longest[self.num_stages + a][self.num_stages + b]

@@ -1,4 +1,7 @@
-"""Span and makespan of an order, fast, for the inner loops: equal to `zbcompile.schedule.simulate` by test."""
+"""Span, makespan and memory of an order in plain Python: the oracle of the compiled scorer.
+
+Equal to `zbcompile.schedule.simulate` by test, for sends that never hold up their rank.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ __all__ = ["evaluate", "fits", "value_of"]
 
 
 def fits(instance: Instance, codes: Codes) -> bool:
-    """Whether every rank stays within its room, by a prefix sum."""
+    """Return whether every rank stays within its headroom."""
     for rank, row in enumerate(codes):
         held, headroom = 0, instance.headroom[rank]
         for kind, s in row:
@@ -26,7 +29,11 @@ def fits(instance: Instance, codes: Codes) -> bool:
 
 
 def evaluate(instance: Instance, codes: Codes) -> tuple[int, int] | None:
-    """(span, makespan) with sends that never hold up their rank; ``None`` when the ranks deadlock."""
+    """Return (span, makespan) in ns under asynchronous sends, or ``None`` if the ranks deadlock.
+
+    All ranks run forward as far as their messages are there, until none gets further. Then the trail is
+    walked backwards, which starts every rank's first action as late as the ends allow.
+    """
     times = (instance.forward, instance.backward, instance.weight, instance.fused)
     m, p = instance.num_microbatches, instance.num_ranks
     ends = [[[-1] * m for _ in range(instance.num_stages)] for _ in (F, B)]
@@ -84,6 +91,6 @@ def evaluate(instance: Instance, codes: Codes) -> tuple[int, int] | None:
 
 
 def value_of(instance: Instance, codes: Codes) -> int | None:
-    """The objective's value of an order, or ``None`` on deadlock."""
+    """Return the objective's value of an order in ns, or ``None`` if the ranks deadlock."""
     pair = evaluate(instance, codes)
     return None if pair is None else pair[0 if instance.objective == "span" else 1]

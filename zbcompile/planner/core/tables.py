@@ -1,7 +1,7 @@
 """A problem as flat arrays for the kernels: NumPy arrays with numba, lists without it.
 
-numba is an optional extra (``pip install zbcompile[fast]``). The kernels use whole numbers, table
-look-ups and IEEE multiplications alone, so both ways give the same results.
+numba is an optional extra (``pip install zbcompile[fast]``). The kernels use whole numbers, table look-ups
+and IEEE multiplications alone, so both ways give the same results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Vector = Any
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile with numba where it is installed; else leave the function as it is."""
+    """Compile a function with numba where it is installed; else return it as it is."""
     if HAVE_NUMBA:
         compiled: Callable[..., Any] = numba.njit(cache=True, nogil=True)(function)
         return compiled
@@ -36,7 +36,7 @@ def jit(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def vector(values: Sequence[int] | Sequence[float]) -> Vector:
-    """An array of the numbers given, as the kernels want it."""
+    """Return the numbers given as the kernels want them."""
     if HAVE_NUMBA:
         kind = numpy.float64 if values and isinstance(values[0], float) else numpy.int64
         return numpy.array(values, dtype=kind)
@@ -44,11 +44,28 @@ def vector(values: Sequence[int] | Sequence[float]) -> Vector:
 
 
 class Tables(NamedTuple):
-    """The arrays of one problem.
+    """The arrays of one problem. A code is kind * S + stage.
 
-    A code is kind * S + stage. length, memory : time and change of held bytes per code.
-    own_at, own : stages of rank r are ``own[own_at[r]:own_at[r + 1]]``. forward_at, forward_from,
-    forward_lag : what F of a stage waits for; the same for backward. after_* : the ranks that wait.
+    Attributes
+    ----------
+    num_stages, num_ranks, num_microbatches
+        S, p and m.
+    is_span
+        1 if the objective is the span, 0 if it is the makespan.
+    rank_of
+        Rank of every stage.
+    length, memory
+        Time in ns, and change of held bytes, of every code.
+    headroom
+        Bytes per rank.
+    own_at, own
+        The stages of rank r are ``own[own_at[r]:own_at[r + 1]]``.
+    forward_at, forward_from, forward_lag
+        What F of stage s waits for: stages and travel times from ``forward_at[s]`` to ``forward_at[s + 1]``.
+    backward_at, backward_from, backward_lag
+        The same for B.
+    after_forward_at, after_forward, after_backward_at, after_backward
+        The ranks of the stages that wait for F, or for B, of stage s.
     """
 
     num_stages: int
@@ -74,7 +91,7 @@ class Tables(NamedTuple):
 
     @staticmethod
     def of(instance: Instance) -> Tables:
-        """Flatten once per problem."""
+        """Flatten a problem."""
         forward_at, forward = _ragged([[pair[0] for pair in row] for row in instance.forward_from])
         backward_at, backward = _ragged([[pair[0] for pair in row] for row in instance.backward_from])
         own_at, own = _ragged(instance.stages_of)
@@ -106,11 +123,12 @@ class Tables(NamedTuple):
 
 
 def _ragged(rows: Sequence[Sequence[int]]) -> tuple[Vector, Vector]:
+    """Return rows of different lengths as (begin of each row, all elements)."""
     return vector([0, *accumulate(map(len, rows))]), vector([x for row in rows for x in row])
 
 
 def _targets(instance: Instance, waits: Sequence[Sequence[tuple[int, int]]]) -> list[list[int]]:
-    """Per stage: the ranks of the stages that wait for it."""
+    """Return per stage the ranks of the stages that wait for it."""
     targets: list[list[int]] = [[] for _ in waits]
     for stage, row in enumerate(waits):
         for source, _ in row:
@@ -119,13 +137,13 @@ def _targets(instance: Instance, waits: Sequence[Sequence[tuple[int, int]]]) -> 
 
 
 def pack(instance: Instance, codes: Codes) -> tuple[Vector, Vector]:
-    """(offset of each rank, all codes in a row)."""
+    """Return an order as (begin of each rank, all codes in a row)."""
     count = instance.num_stages
     return _ragged([[kind * count + s for kind, s in row] for row in codes])
 
 
 def unpack(instance: Instance, offsets: Vector, line: Vector) -> Codes:
-    """The inverse of `pack`."""
+    """Return the order that `pack` made flat."""
     count, numbers = instance.num_stages, line if isinstance(line, list) else line.tolist()
     rows = [numbers[int(offsets[r]) : int(offsets[r + 1])] for r in range(instance.num_ranks)]
     return [[divmod(code, count) for code in row] for row in rows]

@@ -1,7 +1,8 @@
 """Span and makespan of an order under any transport and any times of single actions.
 
-The same lowering and the same event graph as `zbcompile.schedule.communication` and `zbcompile.schedule.event_graph`, on
-flat lists, for searches that try hundreds of orders; equal to `simulate` by test.
+Uses the same lowering and the same event graph as `zbcompile.schedule.communication` and
+`zbcompile.schedule.event_graph`, on flat lists, for searches that try hundreds of orders. Equal to `simulate`
+by test.
 """
 
 from __future__ import annotations
@@ -25,9 +26,17 @@ _Edges = list[tuple[int, int, int]]
 class Clock:
     """Times orders of one problem.
 
-    out[side][s] : messages that F (side 0) or B and BW (side 1) of stage s sends to other ranks, as
-        (target stage, rank, travel time, time that the channel is taken), by target.
-    local[side][s] : stages of the same rank that F or B of stage s waits for.
+    Attributes
+    ----------
+    problem
+        The problem.
+    instance
+        The same as plain tuples.
+    out
+        ``out[side][s]`` are the messages that F (side 0) or B and BW (side 1) of stage s sends to other
+        ranks, as (target stage, rank, travel time, time that the channel is taken), by target.
+    local
+        ``local[side][s]`` are the stages of the same rank that F or B of stage s waits for.
     """
 
     problem: Problem
@@ -60,26 +69,31 @@ class Clock:
         )
 
     def nominal(self, codes: Codes) -> list[list[int]]:
-        """The profile's time of every action of an order."""
+        """Return the profile's time of every action of an order."""
         instance = self.instance
         times = (instance.forward, instance.backward, instance.weight, instance.fused)
         return [[times[kind][s] for kind, s in row] for row in codes]
 
     def value(self, codes: Codes, times: Times | None = None) -> int | None:
-        """The objective's value in ns; ``None`` when the ranks deadlock."""
+        """Return the objective's value in ns, or ``None`` if the ranks deadlock.
+
+        Parameters
+        ----------
+        codes
+            The order.
+        times
+            Time of every action in ns, per rank and position; the profile's if left out.
+        """
         pair = self.measure(codes, times)
         return None if pair is None else pair[0 if self.instance.objective == "span" else 1]
 
     def measure(self, codes: Codes, times: Times | None = None) -> tuple[int, int] | None:
-        """(span, makespan); ``None`` when the ranks deadlock.
-
-        times : of every action, per rank and position; the profile's when left out.
-        """
+        """Return (span, makespan) in ns, or ``None`` if the ranks deadlock. Parameters as for `value`."""
         run = _Run(self, codes, self.nominal(codes) if times is None else times)
         return (max(run.spans()), max(run.end)) if run.go() else None
 
     def score(self, codes: Codes) -> tuple[int, int] | None:
-        """(value, sum of all rank spans): tells orders of equal value apart; ``None`` on deadlock."""
+        """Return (value, sum of all rank spans), which orders equal values; ``None`` on deadlock."""
         run = _Run(self, codes, self.nominal(codes))
         if not run.go():
             return None
@@ -88,7 +102,7 @@ class Clock:
 
 
 class _Run:
-    """One order. Node ids: actions first, by rank and position, then transfers."""
+    """One order being timed. Node ids: actions first, by rank and position, then transfers."""
 
     def __init__(self, clock: Clock, codes: Codes, times: Times) -> None:
         self.clock, self.codes, self.times = clock, codes, times
@@ -104,7 +118,7 @@ class _Run:
         self._route()
 
     def _place(self) -> None:
-        """Microbatch of every action and position of every F and backward."""
+        """Number the microbatch of every action and note the position of every F and backward."""
         instance = self.clock.instance
         m = instance.num_microbatches
         self.at = [[[-1] * m for _ in range(instance.num_stages)] for _ in range(2)]
@@ -124,7 +138,7 @@ class _Run:
             self.number.append(numbers)
 
     def _route(self) -> None:
-        """Messages with their channel's predecessor, and where their receives are posted."""
+        """Find every message's predecessor on its channel, and where its receive is posted."""
         clock = self.clock
         self.sends: list[list[tuple[int, ...]]] = [[()] * len(row) for row in self.codes]
         self.posts: list[dict[int, list[int]]] = [{} for _ in self.codes]
@@ -193,7 +207,7 @@ class _Run:
             message = self.after[message]
 
     def go(self) -> bool:
-        """Run all ranks to the end; False when they hang."""
+        """Run all ranks to the end; return False if they hang."""
         ranks = len(self.codes)
         self.waiting: dict[int, list[int]] = {}
         self.queue: deque[int] = deque(range(ranks))
@@ -208,7 +222,7 @@ class _Run:
         return self.left == 0
 
     def _rank(self, rank: int) -> Iterator[int]:
-        """Walk along one rank's order; yields the message that it waits for."""
+        """Walk along one rank's order; yield the message that it waits for."""
         now, before, needs = 0, (-1, 0), self.needs[rank]
         for k, length in enumerate(self.times[rank]):
             node = self.base[rank] + k
@@ -235,7 +249,7 @@ class _Run:
     def _exchange(
         self, rank: int, k: int, now: int, before: tuple[int, int], waits: list[tuple[int, int]]
     ) -> Iterator[int]:
-        """The communication before position k: post, hand over, and wait as the transport says."""
+        """Do the communication before position k: post, hand over, and wait as the transport says."""
         posted = self.posts[rank].get(k, [])
         for message in posted:
             self.posted_at[message], self.posted_by[message] = now, before
@@ -259,7 +273,7 @@ class _Run:
                 waits.append((self.total + message, self.lag[message]))
 
     def _ready(self, rank: int, k: int) -> bool:
-        """Whether what the action needs of its own rank stands before it."""
+        """Return whether what the action needs of its own rank stands before it."""
         kind, s = self.codes[rank][k]
         if kind == W:
             return True
@@ -269,7 +283,7 @@ class _Run:
         return all(0 <= self.at[side][source][i] < k for source in self.clock.local[side][s])
 
     def spans(self) -> list[int]:
-        """Span of every rank, every first action as late as the ends allow."""
+        """Return the span of every rank, every first action as late as the ends allow."""
         late = [max(self.end) + 1] * (self.total + len(self.lag))
         ranks = [r for r, row in enumerate(self.codes) if row]
         for rank in ranks:

@@ -1,11 +1,11 @@
 """The crossing bound: what the forward and the backward wave cost each other when memory is short.
 
-(The models are in `zbcompile.planner.exact.crossing_model`.)
+The models are in `zbcompile.planner.exact.crossing_model`.
 
-One rank d of a chain with one stage per rank, the stages d..S-1 from it on. With
+One rank d of a chain with one stage per rank is looked at, with the stages d..S-1 from it on. With
 dn[j] = sum over d <= r < j of (TF_r + c) and up[j] = sum over d < r <= j of (TB_r + c), let
 phi_i = F_i(S-1) - F_i(d) - dn[S-1] and beta_i = B_i(d) - up[S-1] - B_i(S-1) be how late
-microbatch i is on its way down and up; both are >= 0 and only grow along the way. Then
+microbatch i is on its way down and up. Both are >= 0 and only grow along the way. Then
 
 (W) B_i - F_i >= RT_d + phi_i + beta_i on rank d;
 (X) for l < i with F_i before B_l on rank d there is a rank j where they pass each other:
@@ -13,13 +13,14 @@ microbatch i is on its way down and up; both are >= 0 and only grow along the wa
     B_l - F_i <= up[j+1] + dn[j+1] - TB_{j+1} + phi_i + beta_l.
     Proof: let j+1 be the first rank where B_l precedes F_i. On j, B_l >= F_i + TF; on j+1,
     F_i >= B_l + TB; put in the way from and to d, and the lateness at j+1, at most the whole.
-(M) F_{l+k} >= B_l + TB with k = room // M_B, and min(TW, TB) later when k * M_B + M_W exceeds the room.
+(M) F_{l+k} >= B_l + TB with k = headroom // M_B, and min(TW, TB) later when k * M_B + M_W exceeds
+    the headroom.
 
-The shortest time of rank d alone under these rules is a lower bound of its span; CP-SAT finds it,
-or bounds it from below. Times may be replaced by smaller ones: the optimum never grows when a
-duration shrinks, so small whole numbers (`scaled`) give valid bounds that the solver can close.
-Before that the lags of F's are moved to the B's (`shifted`): every rank's clock runs ahead of the one
-before it by the lag, which changes no span, and one lag of twice the size survives a coarser grid.
+The shortest time of rank d alone under these rules is a lower bound of its span; CP-SAT finds it, or bounds
+it from below. Times may be replaced by smaller ones: the optimum never grows when a duration shrinks, so
+small whole numbers (`scaled`) give valid bounds that the solver can close. Before that the lags of F's are
+moved to the B's (`shifted`): every rank's clock runs ahead of the one before it by the lag, which changes no
+span, and one lag of twice the size survives a coarser grid.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fractions import Fraction
 from ortools.sat.python import cp_model
 
 from zbcompile.planner.bounds.memory_window import memory_window_bound
-from zbcompile.planner.core.instance import Codes, Instance, is_chain
+from zbcompile.planner.core.instance import Codes, Instance
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.exact.crossing_model import OneRank, WholeChain
 
@@ -39,7 +40,6 @@ __all__ = [
     "Crossing",
     "crossing_bound",
     "grids",
-    "is_chain",
     "most_likely_ranks",
     "rounding_loss",
     "scaled",
@@ -49,9 +49,24 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A proved lower bound in ns, with the rank (``None``: the whole chain) and the grid it was proved on.
+    """A proved lower bound.
 
-    codes : an order that is best on the grid, if the whole chain was asked and one was found.
+    Attributes
+    ----------
+    value_ns
+        The bound.
+    rank
+        The rank it was proved on, ``None`` for the whole chain.
+    grid
+        The unit of time in ns on which it was proved.
+    units
+        The bound in these units.
+    closed
+        Whether the solver ended by itself.
+    seconds
+        Time used.
+    codes
+        An order that is best on the grid, if the whole chain was asked and one was found.
     """
 
     value_ns: int
@@ -64,7 +79,7 @@ class Crossing:
 
 
 def shifted(instance: Instance) -> Instance:
-    """A chain with no lag before F's and both lags before B's: the spans of all orders are the same."""
+    """Return the chain with no lag before F's and both lags before B's: no order's span changes."""
     down = {s: row[0][1] for s, row in enumerate(instance.forward_from) if row}
     return replace(
         instance,
@@ -76,7 +91,7 @@ def shifted(instance: Instance) -> Instance:
 
 
 def scaled(instance: Instance, grid: Fraction) -> Instance:
-    """All times divided by ``grid`` and rounded down."""
+    """Return the problem with all times divided by ``grid`` and rounded down."""
 
     def down(values: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(int(v / grid) for v in values)
@@ -105,14 +120,16 @@ def _lost(ways: list[int], grid: Fraction) -> Fraction:
 
 
 def rounding_loss(instance: Instance, grid: Fraction) -> float:
-    """Share of all times and lags of a chain that `scaled` loses after `shifted`."""
+    """Return the share of all times and lags of a chain that `scaled` loses after `shifted`."""
     ways = _all_times(shifted(instance))
     return float(_lost(ways, grid) / max(1, sum(ways)))
 
 
 def grids(instance: Instance, finest: int) -> list[Fraction]:
-    """Grids to try, coarse to fine: for every doubling of the units of the longest time, the one
-    that loses least of all times and lags to rounding; a finer grid must lose less.
+    """Return grids to try, coarse to fine.
+
+    For every doubling of the units of the longest time, the one that loses least of all times and lags to
+    rounding; a finer grid must lose less.
     """
     ways = _all_times(instance)
     longest = max(ways, default=0)
@@ -139,12 +156,29 @@ def crossing_bound(
     known_ns: int = 0,
     solver: cp_model.CpSolver | None = None,
 ) -> Crossing:
-    """Bound the span of ``rank`` from below on a grid; never more than ``upper_ns``, a known value.
+    """Bound the span of a rank, or the objective of the whole chain, from below on a grid.
 
-    rank : ``None`` asks for the whole chain: its objective, and an order. ``instance`` has `Flat.relaxed` costs
-    and is a chain. The model only asks for less than ``upper_ns``: if it has no solution, the known value
-    is proved. known_ns : a bound already proved; an order of the model can always be drawn out to it, so
-    nothing is lost by asking for no less. solver : to be stopped from another thread.
+    The model only asks for less than ``upper_ns``: if it has no solution, the known value is proved.
+
+    Parameters
+    ----------
+    instance
+        A chain with the costs of `Instance.relaxed`.
+    rank
+        The rank; ``None`` asks for the whole chain: its objective, and an order.
+    grid
+        Unit of time in ns.
+    upper_ns
+        A known value; the bound is never more.
+    time_limit_s
+        Seconds.
+    seed
+        The solver's seed.
+    known_ns
+        A bound already proved. An order of the model can always be drawn out to it, so nothing is lost by
+        asking for no less.
+    solver
+        A solver to use, so that another thread can stop it.
     """
     steady = rank is None and instance.objective == "makespan"
     coarse, d = scaled(instance if steady else shifted(instance), grid), rank or 0
@@ -162,7 +196,10 @@ def crossing_bound(
 
 
 def most_likely_ranks(instance: Instance) -> list[int]:
-    """Ranks by their window bound, highest first; the last rank, which waits for nobody, never."""
+    """Return the ranks by their memory-window bound, highest first.
+
+    The last rank, which waits for none, is left out.
+    """
     paths = Paths.of(instance)
     return sorted(
         range(max(1, instance.num_ranks - 1)),

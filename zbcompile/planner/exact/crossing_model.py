@@ -1,14 +1,15 @@
 """The CP-SAT models behind the crossing bound: one rank of a chain, or the whole chain.
 
 `OneRank` is a relaxation: rank d alone under the rules of `zbcompile.planner.exact.crossing`. `WholeChain`
-has every rank, so that its solutions are orders; the crossing rules of rank 0 follow from the rest,
-but they let the solver see early what a late microbatch costs.
+has every rank, so that its solutions are orders; the crossing rules of rank 0 follow from the rest, but they
+let the solver see early what a late microbatch costs.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from ortools.sat.python import cp_model
 
@@ -21,8 +22,19 @@ __all__ = ["OneRank", "Solved", "WholeChain"]
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """units : proved lower bound, one above the greatest value asked for where there is no solution.
-    closed : whether the solver ended by itself. codes : the order of the solution, of `WholeChain` alone."""
+    """What the solver reached.
+
+    Attributes
+    ----------
+    units
+        Proved lower bound, one above the greatest value asked for if there is no solution.
+    closed
+        Whether the solver ended by itself.
+    codes
+        The order of the solution, of `WholeChain` alone.
+    seconds
+        Time used.
+    """
 
     units: int
     closed: bool
@@ -53,8 +65,8 @@ class _Rank:
             model.add(self.w[i] >= self.b[i] + self.times[1])
         self._memory()
 
-    def before(self, kind: str, k: int, i: int) -> cp_model.IntVar:
-        """A literal: B_k (or W_k) ends before F_i starts; its negation: the other way round."""
+    def before(self, kind: Literal["b", "w"], k: int, i: int) -> cp_model.IntVar:
+        """Return a literal: B_k (or W_k) ends before F_i starts; its negation is the other way round."""
         if (kind, k, i) not in self.order:
             literal = self.model.new_bool_var(f"{kind}{self.rank}.{k}<f{i}")
             starts, length = (self.b, self.times[1]) if kind == "b" else (self.w, self.times[2])
@@ -84,7 +96,17 @@ class _Rank:
 
 
 class OneRank:
-    """Rank d alone on whole-number times; its value is asked for between ``lower`` and ``upper``."""
+    """Rank d alone on whole-number times.
+
+    Parameters
+    ----------
+    instance
+        A chain with whole-number times.
+    rank
+        d.
+    lower, upper
+        The value is asked for between these.
+    """
 
     def __init__(self, instance: Instance, rank: int, lower: int, upper: int) -> None:
         self.instance, self.d, self.m, self.horizon = instance, rank, instance.num_microbatches, upper
@@ -94,7 +116,7 @@ class OneRank:
         self.phi = [new(0, upper, f"phi{i}") for i in range(self.m)]
         self.beta = [new(0, upper, f"beta{i}") for i in range(self.m)]
         self.value = new(max(0, lower), upper, "value")
-        self.down, self.up = self._ways()
+        self.down, self.up = self._paths()
         trip = Paths.of(instance).f_to_b(rank, rank)
         for i in range(self.m):
             self.model.add(self.row.b[i] - self.row.f[i] >= trip + self.phi[i] + self.beta[i])
@@ -103,8 +125,8 @@ class OneRank:
         self._objective()
         self.model.minimize(self.value)
 
-    def _ways(self) -> tuple[dict[int, int], dict[int, int]]:
-        """dn[j] and up[j] for the ranks j from d on."""
+    def _paths(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Return dn[j] and up[j] for the ranks j from d on."""
         instance, d = self.instance, self.d
         down, up = {d: 0}, {d: 0}
         for r in range(d, instance.num_stages - 1):
@@ -136,7 +158,17 @@ class OneRank:
         return None
 
     def solve(self, solver: cp_model.CpSolver, time_limit_s: float, seed: int) -> Solved:
-        """Minimise, one worker. ``solver`` is given so that another thread can stop it."""
+        """Minimise with one worker.
+
+        Parameters
+        ----------
+        solver
+            Given, so that another thread can stop it.
+        time_limit_s
+            Seconds.
+        seed
+            The solver's seed.
+        """
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = seed
         # From below, value by value: what a bound needs. Found to prove more in the same time.
@@ -159,7 +191,7 @@ class WholeChain(OneRank):
         super().__init__(instance, 0, lower, upper)
 
     def _objective(self) -> None:
-        """Other ranks, what ties them to rank 0 and to each other, and the value over all of them."""
+        """Add the other ranks, what ties them to rank 0 and to each other, and the value over all of them."""
         instance, add = self.instance, self.model.add
         self.rows = [self.row]
         for e in range(1, instance.num_ranks):
@@ -171,7 +203,7 @@ class WholeChain(OneRank):
             add(self.value >= (end if instance.objective == "makespan" else end - row.f[0]))
 
     def _tie(self, e: int) -> None:
-        """Neighbours by messages; and rank 0 by what is late on the whole way, less than in all."""
+        """Tie neighbours by messages, and rank 0 by what is late on the whole path, less than in all."""
         instance, add, first, above, row = (
             self.instance,
             self.model.add,

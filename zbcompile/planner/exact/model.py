@@ -1,9 +1,9 @@
 """The exact model for CP-SAT: starts, one rank at a time, memory as a prefix sum.
 
-Variables: start of every F, B, W; per rank the booleans "X(j) is before F(i)" that its memory
-needs. The k-th of each (kind, stage) is microbatch k. Fusing is not in the model: it is exact
-where `Flat.relaxed` equals the problem's own costs, else its orders are valid and its bound is
-taken on the relaxed costs.
+Variables: the start of every F, B and W; per rank the booleans "X(j) is before F(i)" that its memory needs.
+The k-th of each (kind, stage) is microbatch k. Fusing is not in the model: it is exact where
+`Instance.relaxed` equals the problem's own costs; else its orders are valid, and its bound is taken on the
+relaxed costs.
 """
 
 from __future__ import annotations
@@ -14,19 +14,32 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from zbcompile.planner.core.instance import B, Codes, F, Instance, W
+from zbcompile.planner.core.instance import B, Codes, F, Instance, Op, W
+from zbcompile.planner.core.latest_starts import latest_starts
 from zbcompile.planner.core.paths import NO_PATH, Paths
-from zbcompile.planner.core.score import evaluate
+from zbcompile.planner.core.score import value_of
 from zbcompile.planner.exact.solver import run
 
 __all__ = ["ExactResult", "ask_below", "exact_unit", "refute", "solve_exact", "split_is_exact"]
 
-Op = tuple[int, int, int]
-
 
 @dataclass(frozen=True, slots=True)
 class ExactResult:
-    """What the solver reached. ``bound_ns`` is proved; ``codes`` the best order found, if any."""
+    """What the solver reached.
+
+    Attributes
+    ----------
+    codes
+        The best order found, if any.
+    value_ns
+        Its value.
+    bound_ns
+        What is proved: no order is shorter.
+    proved
+        Whether the question was answered to the end.
+    seconds
+        Time used.
+    """
 
     codes: Codes | None
     value_ns: int | None
@@ -36,7 +49,7 @@ class ExactResult:
 
 
 def split_is_exact(instance: Instance) -> bool:
-    """True when splitting every backward never loses, so that the model's optimum is the problem's."""
+    """Return whether splitting every backward never loses: then the model's optimum is the problem's."""
     relaxed = instance.relaxed()
     return (relaxed.backward, relaxed.weight, relaxed.pending) == (
         instance.backward,
@@ -46,13 +59,25 @@ def split_is_exact(instance: Instance) -> bool:
 
 
 def exact_unit(instance: Instance) -> int:
-    """The largest time in ns that divides all times and lags."""
+    """Return the largest time in ns that divides all times and lags."""
     lags = [lag for rows in (instance.forward_from, instance.backward_from) for row in rows for _, lag in row]
     return math.gcd(*instance.forward, *instance.backward, *instance.weight, *lags) or 1
 
 
 class _Model:
-    """Builds the model once; ``unit`` is the largest time that divides all times."""
+    """The model of one problem.
+
+    Attributes
+    ----------
+    unit
+        The largest time in ns that divides all times.
+    model
+        The CP-SAT model.
+    start, before
+        Its variables: starts in units, and whether one action comes before another.
+    value
+        The objective in units.
+    """
 
     def __init__(self, instance: Instance, horizon: int, lower: int) -> None:
         self.instance, self.paths = instance, Paths.of(instance)
@@ -76,11 +101,11 @@ class _Model:
                     yield kind, s, i
 
     def length(self, op: Op) -> int:
-        """Duration in units."""
+        """Return the duration of an action in units."""
         return self.times[op[0]][op[1]] // self.unit
 
     def end(self, op: Op) -> cp_model.LinearExpr:
-        """End of an action."""
+        """Return the end of an action."""
         return self.start[op] + self.length(op)
 
     def _start_variable(self, op: Op) -> cp_model.IntVar:
@@ -120,7 +145,7 @@ class _Model:
         )
 
     def _precedes(self, a: Op, b: Op) -> cp_model.LinearExprT:
-        """A literal (or 0, 1) that a comes before b on their rank."""
+        """Return a literal (or 0, 1) that a comes before b on their rank."""
         if a[1] == b[1]:
             if a[0] <= b[0] and a[2] <= b[2]:
                 return 1
@@ -136,7 +161,10 @@ class _Model:
         return self.before[a, b]
 
     def _memory(self, rank: int) -> None:
-        """Bytes held right after each F (and each B that adds: M_W > M_B) stay within the room."""
+        """Keep the bytes held right after each F within the headroom.
+
+        And right after each B that adds bytes, where M_W > M_B.
+        """
         instance, headroom = self.instance, self.instance.headroom[rank]
         everything = sum(
             instance.num_microbatches * max(instance.saved[s], instance.pending[s])
@@ -172,82 +200,36 @@ class _Model:
         self.model.minimize(self.value)
 
     def hint(self, codes: Codes) -> None:
-        """A complete, feasible hint: every start and every boolean of a known order."""
-        starts = right_shifted_starts(self.instance, codes)
+        """Give a complete, feasible hint: every start and every boolean of a known order."""
+        starts = latest_starts(self.instance, codes)
         for op, variable in self.start.items():
             self.model.add_hint(variable, starts[op] // self.unit)
         for (a, b), literal in self.before.items():
             self.model.add_hint(literal, starts[a] < starts[b] or (starts[a] == starts[b] and a < b))
 
     def codes(self, solver: cp_model.CpSolver) -> Codes:
-        """The order of a solution. Actions without length that start together go the way of a microbatch: F's
-        down the stages, then B's up, on all ranks alike, so that none waits in a circle."""
+        """Return the order of a solution.
+
+        Actions without length that start together run along the path of a microbatch: F's down the stages,
+        then B's up, on all ranks alike, so that none waits in a circle.
+        """
         rows = []
 
-        def way(op: Op) -> int:
+        def along(op: Op) -> int:
             return op[1] if op[0] == F else -op[1]
 
         for rank in range(self.instance.num_ranks):
             ops = self._rank_ops(rank, F, B, W)
-            ops.sort(key=lambda op: (solver.value(self.start[op]), self.length(op), op[2], op[0], way(op)))
+            ops.sort(key=lambda op: (solver.value(self.start[op]), self.length(op), op[2], op[0], along(op)))
             rows.append([(kind, s) for kind, s, _ in ops])
         return rows
 
 
-def right_shifted_starts(instance: Instance, codes: Codes) -> dict[Op, int]:
-    """Starts with every rank's end as early as possible and all else as late as that allows."""
-    times = (instance.forward, instance.backward, instance.weight)
-    order = []
-    seen: dict[tuple[int, int], int] = {}
-    for row in codes:
-        ops = []
-        for kind, s in row:
-            i = seen.get((kind, s), 0)
-            seen[kind, s] = i + 1
-            ops.append((kind, s, i))
-        order.append(ops)
-    early: dict[Op, int] = {}
-    trail: list[tuple[int, Op]] = []
-    position, clock = [0] * len(order), [0] * len(order)
-    moved = True
-    while moved:
-        moved = False
-        for rank, ops in enumerate(order):
-            while position[rank] < len(ops):
-                op = ops[position[rank]]
-                waits = _waits(instance, op)
-                if any(other not in early for other, _ in waits):
-                    break
-                begin = max([clock[rank], *(early[o] + times[o[0]][o[1]] + lag for o, lag in waits)])
-                early[op], clock[rank] = begin, begin + times[op[0]][op[1]]
-                trail.append((rank, op))
-                position[rank] += 1
-                moved = True
-    late = list(clock)
-    starts: dict[Op, int] = {}
-    limit: dict[Op, int] = {}
-    for rank, op in reversed(trail):
-        late[rank] = min(late[rank], limit.get(op, late[rank])) - times[op[0]][op[1]]
-        starts[op] = late[rank]
-        for other, lag in _waits(instance, op):
-            limit[other] = min(limit.get(other, starts[op] - lag), starts[op] - lag)
-    return starts
-
-
-def _waits(instance: Instance, op: Op) -> list[tuple[Op, int]]:
-    kind, s, i = op
-    if kind == F:
-        return [((F, other, i), lag) for other, lag in instance.forward_from[s]]
-    if kind == W:
-        return [((B, s, i), 0)]
-    return [((F, s, i), 0), *(((B, other, i), lag) for other, lag in instance.backward_from[s])]
-
-
 def safe_horizon(instance: Instance, upper: int) -> int:
-    """A time by which some order no longer than ``upper`` can end, all starts counted from the first.
+    """Return a time by which some order no longer than ``upper`` can end, counted from the first start.
 
-    With every B before the last B of the rank that starts first, B's end within ``upper`` and W's
-    may follow. Where that is not forced: the time of everything in a row.
+    With every B before the last B of the rank that starts first, B's end within ``upper`` and W's may follow.
+    Where that is not forced, it is the time of everything in a row.
     """
     paths = Paths.of(instance)
     chain = all(
@@ -274,15 +256,25 @@ def solve_exact(
     time_limit_s: float = 10.0,
     seed: int = 0,
 ) -> ExactResult:
-    """Minimise span or makespan; give the analytic bound and the best known order for speed.
+    """Minimise span or makespan.
 
-    Asks first for an order that meets ``lower`` (a third of the time), then minimises. One worker
-    and a fixed seed. The incumbent must not fuse.
+    Asks first for an order that meets ``lower`` (a third of the time), then minimises. One worker and a fixed
+    seed.
+
+    Parameters
+    ----------
+    instance
+        The problem.
+    lower
+        A proved lower bound in ns.
+    incumbent
+        The best known order without BW, for speed.
+    time_limit_s
+        Seconds.
+    seed
+        The solver's seed.
     """
-    value = None
-    if incumbent is not None:
-        pair = evaluate(instance, incumbent)
-        value = None if pair is None else pair[0 if instance.objective == "span" else 1]
+    value = None if incumbent is None else value_of(instance, incumbent)
     upper = (
         value
         if value is not None
@@ -301,7 +293,10 @@ def solve_exact(
 
 
 def refute(instance: Instance, value_ns: int, *, time_limit_s: float = 10.0, seed: int = 0) -> bool | None:
-    """True: no order is shorter than ``value_ns``, proved anew. False: one is. ``None``: the time ran out."""
+    """Return True if no order is shorter than ``value_ns``, proved anew, and False if one is.
+
+    ``None`` if the time ran out.
+    """
     result = ask_below(instance, value_ns, time_limit_s=time_limit_s, seed=seed)
     if result.codes is not None:
         return False
@@ -309,15 +304,16 @@ def refute(instance: Instance, value_ns: int, *, time_limit_s: float = 10.0, see
 
 
 def ask_below(instance: Instance, value_ns: int, *, time_limit_s: float, seed: int = 0) -> ExactResult:
-    """Any order shorter than ``value_ns``, or the proof that there is none: ``proved`` without ``codes``.
+    """Ask for any order shorter than ``value_ns``, or the proof that there is none.
 
-    A question far below the optimum is often answered in a second on problems that the solver never
-    minimises: a short horizon leaves no choice.
+    The proof is ``proved`` without ``codes``. A question far below the optimum is often answered in a second
+    on problems that the solver never minimises: a short horizon leaves no choice.
     """
     return _run(instance, 0, value_ns - 1, None, time_limit_s, seed)
 
 
 def _all_lags(instance: Instance) -> int:
+    """Return the sum of all travel times of a step."""
     return instance.num_microbatches * sum(
         lag for rows in (instance.forward_from, instance.backward_from) for row in rows for _, lag in row
     )
@@ -326,6 +322,7 @@ def _all_lags(instance: Instance) -> int:
 def _run(
     instance: Instance, lower: int, upper: int, hint: Codes | None, time_limit_s: float, seed: int
 ) -> ExactResult:
+    """Ask for an order with a value from ``lower`` to ``upper``, as short as possible."""
     built = _Model(instance, safe_horizon(instance, upper), lower)
     built.model.add(built.value <= upper // built.unit)
     if hint is not None:
@@ -338,10 +335,9 @@ def _run(
     seconds = solver.wall_time
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         codes = built.codes(solver)
-        pair = evaluate(instance, codes)
-        if pair is None:
+        value = value_of(instance, codes)
+        if value is None:
             raise ArithmeticError("the solver's order deadlocks: a fault of the model")
-        value = pair[0 if instance.objective == "span" else 1]
         bound = math.ceil(solver.best_objective_bound - 1e-6) * built.unit
         return ExactResult(codes, value, max(lower, bound), status == cp_model.OPTIMAL, seconds)
     bound = upper + 1 if status == cp_model.INFEASIBLE else lower

@@ -1,4 +1,4 @@
-"""Where the hand-checkable bounds leave a gap, CP-SAT: the exact model, and the crossing bound."""
+"""Proofs by CP-SAT where the hand-checkable bounds leave a gap: by the exact model and the crossing bound."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from fractions import Fraction
 
 from ortools.sat.python import cp_model
 
-from zbcompile.planner.bounds.analytic import Bound
+from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.instance import BW, Codes, is_chain
 from zbcompile.planner.core.paths import Paths
+from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.exact.crossing import crossing_bound, grids, most_likely_ranks, rounding_loss, shifted
 from zbcompile.planner.exact.model import ask_below, exact_unit, solve_exact, split_is_exact
 from zbcompile.planner.improve.anneal import Annealer
@@ -20,12 +21,13 @@ from zbcompile.planner.incumbent import Incumbent
 
 __all__ = [
     "EXACT_ACTIONS",
+    "below_applies",
     "crossing_applies",
-    "quick_crossing_bound",
     "proof_share",
     "prove_crossing",
     "prove_exact",
     "prove_from_below",
+    "quick_crossing_bound",
 ]
 
 EXACT_ACTIONS = 400
@@ -35,7 +37,7 @@ BELOW_ACTIONS = 6500
 """Most actions about which questions from below are asked."""
 
 BELOW_STEPS = 1000
-"""They end when the gap is one of so many parts of the value."""
+"""The questions end when the gap is one of so many parts of the value."""
 
 CROSSING_MICROBATCHES = 48
 """Most microbatches for which the crossing model is worth building."""
@@ -57,7 +59,7 @@ MOMENT_S = 0.05
 
 
 def prove_exact(incumbent: Incumbent, seed: int, time_limit_s: float) -> None:
-    """Let CP-SAT close a small instance: a better order, a better bound, or both."""
+    """Let CP-SAT close a small problem: a better order, a better bound, or both."""
     instance = incumbent.instance
     actions = 3 * instance.num_stages * instance.num_microbatches
     if incumbent.done or actions > EXACT_ACTIONS:
@@ -85,7 +87,11 @@ def prove_exact(incumbent: Incumbent, seed: int, time_limit_s: float) -> None:
 
 
 def below_applies(incumbent: Incumbent) -> bool:
-    """Several stages per rank, about as many microbatches as ranks: memory leaves the solver free."""
+    """Return whether questions from below are worth asking.
+
+    They are for several stages per rank and about as many microbatches as ranks: memory then leaves the
+    solver free.
+    """
     instance = incumbent.instance
     return (
         incumbent.problem.transport == "async"
@@ -96,10 +102,11 @@ def below_applies(incumbent: Incumbent) -> bool:
 
 
 def prove_from_below(incumbent: Incumbent, seed: int) -> None:
-    """Halve the gap again and again: CP-SAT is asked for an order below the middle, or the proof of none.
+    """Halve the gap again and again.
 
-    A question gets a quarter of the time that is left; what it does not answer counts as too hard, and the
-    next one is asked further down.
+    CP-SAT is asked for an order below the middle, or for the proof that there is none. A question gets a
+    quarter of the time that is left; what it does not answer counts as too hard, and the next one is asked
+    further down.
     """
     if incumbent.done or incumbent.value is None or not below_applies(incumbent):
         return
@@ -123,7 +130,10 @@ def prove_from_below(incumbent: Incumbent, seed: int) -> None:
 
 
 def crossing_applies(incumbent: Incumbent) -> bool:
-    """One stage per rank, not too many microbatches, and at most the memory of p microbatches."""
+    """Return whether the crossing models are worth building.
+
+    They are for one stage per rank, not too many microbatches, and at most the memory of p microbatches.
+    """
     instance = incumbent.instance
     return (
         incumbent.problem.transport == "async"
@@ -135,7 +145,7 @@ def crossing_applies(incumbent: Incumbent) -> bool:
 
 
 def proof_share(incumbent: Incumbent, time_limit_s: float) -> float:
-    """Share of the time to leave for the solver: most of it where the whole chain may close.
+    """Return the share of the time to leave for the solver: most of it where the whole chain may close.
 
     It takes 30 to 60 s for p x m = 192 and 10 to 20 s for 64, on one of two cores.
     """
@@ -146,7 +156,10 @@ def proof_share(incumbent: Incumbent, time_limit_s: float) -> float:
 
 
 def quick_crossing_bound(incumbent: Incumbent, seed: int, time_limit_s: float) -> None:
-    """The crossing bound of the most likely rank on the coarsest grid: seconds that may end the search."""
+    """Raise the bound by the most likely rank's crossing bound on the coarsest grid.
+
+    It takes seconds and may end the search.
+    """
     if incumbent.done or incumbent.value is None or not crossing_applies(incumbent):
         return
     lane = _Lane(incumbent, seed, min(time_limit_s, incumbent.seconds_left))
@@ -156,9 +169,9 @@ def quick_crossing_bound(incumbent: Incumbent, seed: int, time_limit_s: float) -
 def prove_crossing(incumbent: Incumbent, seed: int) -> None:
     """Use the time that is left for the crossing models: single ranks beside the whole chain.
 
-    Two lanes of questions, each in a thread of its own (CP-SAT releases Python's lock). A lane starts from
-    what is known now and builds on its own answers alone, so that what comes out does not hang on
-    which of them is faster.
+    Two lanes of questions run in a thread each (CP-SAT releases Python's lock). A lane starts from what is
+    known now and builds on its own answers alone, so that what comes out does not depend on which of them is
+    faster.
     """
     if incumbent.done or incumbent.value is None or not crossing_applies(incumbent):
         return
@@ -198,6 +211,7 @@ def prove_crossing(incumbent: Incumbent, seed: int) -> None:
 
 
 Answer = tuple[Bound, list[Codes]]
+"""A bound, and orders that were found on the way."""
 
 
 class _Lane:
@@ -221,16 +235,21 @@ class _Lane:
         return 0.0 if self.stopped or self.known >= self.value else self.end - time.monotonic()
 
     def stop(self) -> None:
-        """End the question that is being asked, from another thread, and ask no more. To be called until the
-        lane ends: a question that is still being written down cannot be stopped."""
+        """End the question that is being asked, from another thread, and ask no more.
+
+        To be called until the lane ends: a question that is still being written down cannot be stopped.
+        """
         self.stopped = True
         solver = self.solver
         if solver is not None:
             solver.stop_search()
 
     def single_ranks(self) -> Iterator[Answer]:
-        """The most likely rank on the finest grid; if that ends before the time does, the whole chain there
-        and on the times themselves, or two other ranks where the chain is too long."""
+        """Ask for the most likely rank on the finest grid.
+
+        If that ends before the time does, ask for the whole chain there and on the times themselves, or for
+        two other ranks if the chain is too long.
+        """
         finest = self.grids[-1]
         questions: list[tuple[int | None, Fraction]] = [(self.likely[0], finest)]
         if self.instance.num_ranks * self.instance.num_microbatches <= WHOLE_CHAIN:
@@ -240,7 +259,7 @@ class _Lane:
         return self._answers(questions)
 
     def whole_chain(self) -> Iterator[Answer]:
-        """The whole chain on grids that are close enough to the times, at last on the times themselves."""
+        """Ask for the whole chain on grids close enough to the times, at last on the times themselves."""
         if self.instance.num_ranks * self.instance.num_microbatches > WHOLE_CHAIN:
             return iter(())
         close = [g for g in self.grids if rounding_loss(self.instance, g) <= CLOSE_LOSS] or self.grids[-1:]
@@ -252,7 +271,7 @@ class _Lane:
                 yield self.ask(rank, grid, self.left)
 
     def ask(self, rank: int | None, grid: Fraction, seconds: float) -> Answer:
-        """One question; its bound, and for the whole chain its order, as found and annealed."""
+        """Ask one question; return its bound, and for the whole chain its order, as found and annealed."""
         head = self.head[rank] if rank is not None and self.instance.objective == "makespan" else 0
         self.solver = cp_model.CpSolver()
         found = crossing_bound(
@@ -276,9 +295,10 @@ class _Lane:
         }
         orders: list[Codes] = []
         if found.codes is not None:
-            annealer = Annealer(self.real)
-            if annealer.score(found.codes) is not None:
-                orders = [found.codes, annealer.run(found.codes, TRIES, seed=self.seed + 1, goal=self.known)]
-                scores = [annealer.score(codes) for codes in orders]
+            scorer = Scorer(self.real)
+            if scorer.score(found.codes) is not None:
+                annealed = Annealer(self.real).run(found.codes, TRIES, seed=self.seed + 1, goal=self.known)
+                orders = [found.codes, annealed]
+                scores = [scorer.score(codes) for codes in orders]
                 self.value = min(self.value, *(score[0] for score in scores if score is not None))
         return Bound(head + found.value_ns, "crossing", self.instance.objective, witness), orders

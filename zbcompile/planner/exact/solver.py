@@ -12,11 +12,16 @@ __all__ = ["run"]
 
 
 def run(solver: cp_model.CpSolver, model: cp_model.CpModel) -> object:
-    """Solve; returns CP-SAT's status. `KeyboardInterrupt` ends the search and is raised.
+    """Solve a model and return CP-SAT's status.
 
     By itself the solver takes SIGINT for as long as it runs, keeps it from Python, and then leaves the
-    process with the signal's default action: the next Ctrl-C would kill it. Without that, Python hears
-    of the signal only between its own instructions, so the main thread waits for another one.
+    process with the signal's default action: the next Ctrl-C would kill it. Without that, Python hears of the
+    signal only between its own instructions, so the main thread waits for another thread.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        Ctrl-C, after the search has ended.
     """
     solver.parameters.catch_sigint_signal = False
     if threading.current_thread() is not threading.main_thread():

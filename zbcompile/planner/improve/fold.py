@@ -1,10 +1,10 @@
-"""Fold: an order with a periodic middle, annealed without its repetitions.
+"""Folding: an order with a periodic middle is annealed without its repetitions.
 
-The middle of most good orders repeats one block of q microbatches on every rank. Taken out, block by
-block, it leaves an order for fewer microbatches with the same warm-up and cool-down, on which a try of
-the annealing takes a fraction of the time. Where the middle has no idle time, one block stays where it is,
-behind a fence, so that the others can be put back: what is gained is gained for any number of
-microbatches. Where it has, a few copies stay and are changed alike.
+The middle of most good orders repeats one block of q microbatches on every rank. Taken out, block by block,
+it leaves an order for fewer microbatches with the same warm-up and cool-down, on which a try of the annealing
+takes a fraction of the time. Where the middle has no idle time, one block stays, frozen, so that the others
+can be put back: what is gained is gained for any number of microbatches. Where it has, a few copies stay and
+are changed alike.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from zbcompile.planner.core.instance import BW, Codes, Instance
-from zbcompile.planner.exact.model import right_shifted_starts
-from zbcompile.planner.improve.anneal import Annealer
+from zbcompile.planner.core.latest_starts import latest_starts
+from zbcompile.planner.core.scorer import Scorer
 
 __all__ = ["Folded", "fold"]
 
@@ -26,8 +26,17 @@ _KEPT = 3
 class Folded:
     """An order with ``repeats`` blocks taken out of its middle.
 
-    flat : the problem with fewer microbatches. fences : per rank the places of the block, and how many
-    copies of it stay; ``None`` and no ``repeats`` for a whole order.
+    Attributes
+    ----------
+    instance
+        The problem with fewer microbatches.
+    codes
+        The order for them.
+    frozen_blocks
+        Per rank the places of the block (low, high) and how many copies of it stay; ``None``, and no
+        ``repeats``, for a whole order.
+    repeats
+        Blocks taken out.
     """
 
     instance: Instance
@@ -36,7 +45,7 @@ class Folded:
     repeats: int = 0
 
     def unfold(self) -> Codes:
-        """The whole order again."""
+        """Return the whole order again."""
         if self.frozen_blocks is None:
             return self.codes
         return [
@@ -45,7 +54,10 @@ class Folded:
         ]
 
     def grown(self, count: int) -> Codes | None:
-        """The order for ``count`` microbatches; ``None`` where whole blocks do not make up the difference."""
+        """Return the order for ``count`` microbatches.
+
+        ``None`` if no number of whole blocks makes up the difference.
+        """
         assert self.frozen_blocks is not None
         low, high, _ = self.frozen_blocks[0]
         block = (high - low) // (3 * len(self.instance.stages_of[0]))
@@ -53,13 +65,26 @@ class Folded:
         return None if left or repeats < 0 else replace(self, repeats=repeats).unfold()
 
 
-def fold(instance: Instance, codes: Codes, annealer: Annealer) -> Folded | None:
-    """The order without repetitions of the smallest block that repeats; ``None`` where no middle does.
+def fold(instance: Instance, codes: Codes, scorer: Scorer) -> Folded | None:
+    """Return the order without repetitions of the smallest block that repeats.
 
-    One copy of the block stays where the middle has no idle time; otherwise up to four.
-    annealer : of ``instance``.
+    One copy of the block stays if the middle has no idle time; otherwise up to four.
+
+    Parameters
+    ----------
+    instance
+        The problem.
+    codes
+        The order.
+    scorer
+        Scorer of ``instance``.
+
+    Returns
+    -------
+    Folded or None
+        ``None`` if the order has no middle that repeats, or fused backwards.
     """
-    value = annealer.score(codes)
+    value = scorer.score(codes)
     if value is None or any(kind == BW for row in codes for kind, _ in row):
         return None
     starts = _row_starts(instance, codes)
@@ -72,7 +97,7 @@ def fold(instance: Instance, codes: Codes, annealer: Annealer) -> Folded | None:
             folded = _fold_at(instance, codes, *middle, q, copies)
             if folded is None or folded.unfold() != codes:
                 continue
-            short = Annealer(folded.instance).score(folded.codes)
+            short = Scorer(folded.instance).score(folded.codes)
             if short is None or (copies == 1 and short[0] + folded.repeats * q * work != value[0]):
                 continue
             return folded
@@ -80,8 +105,8 @@ def fold(instance: Instance, codes: Codes, annealer: Annealer) -> Folded | None:
 
 
 def _row_starts(instance: Instance, codes: Codes) -> list[list[int]]:
-    """Start time of every action, row by row."""
-    starts = right_shifted_starts(instance, codes)
+    """Return the start time of every action, row by row."""
+    starts = latest_starts(instance, codes)
     rows = []
     for row in codes:
         seen: Counter[tuple[int, int]] = Counter()
@@ -96,7 +121,10 @@ def _row_starts(instance: Instance, codes: Codes) -> list[list[int]]:
 def _middle(
     instance: Instance, codes: Codes, starts: list[list[int]], q: int
 ) -> tuple[list[int], int] | None:
-    """Where blocks of q microbatches begin to repeat, at one time on all ranks, and how often they do."""
+    """Return where blocks of q microbatches begin to repeat, and how often they do.
+
+    They begin at one time on all ranks. ``None`` if they repeat on no range of some rank.
+    """
     sizes = [3 * q * len(stages) for stages in instance.stages_of]
     runs = []
     for row, size in zip(codes, sizes, strict=True):
@@ -129,7 +157,7 @@ def _fold_at(
 
 
 def _longest_run(row: list[tuple[int, int]], size: int, q: int) -> tuple[int, int]:
-    """The longest range that repeats itself after ``size`` places, q of each action in a block."""
+    """Return the longest range that repeats itself after ``size`` places, q of each action in a block."""
     best, low = (0, 0), 0
     for k in range(len(row) - size + 1):
         if k == len(row) - size or row[k] != row[k + size]:
@@ -141,5 +169,5 @@ def _longest_run(row: list[tuple[int, int]], size: int, q: int) -> tuple[int, in
 
 
 def _first_from(times: list[int], cut: int) -> int:
-    """The first place that starts at the cut or later."""
+    """Return the first place that starts at the cut or later."""
     return next((k for k, time in enumerate(times) if time >= cut), len(times))

@@ -1,8 +1,8 @@
 """Breaking ties: which of two equally long orders suffers less when times vary.
 
-Every action's time is stretched by a random amount of up to some per cent, the same for the same
-action in every order that is compared, so that the comparison carries little noise. A fused BW is
-stretched as its B and its W would be together.
+Every action's time is stretched by a random amount of up to some per cent, the same for the same action in
+every order that is compared, so that the comparison carries little noise. A fused BW is stretched as its B
+and its W would be together.
 """
 
 from __future__ import annotations
@@ -14,14 +14,27 @@ from zbcompile.planner.core.times import Clock
 
 __all__ = ["jittered_mean"]
 
+_SAMPLES = 8
 
-def jittered_mean(clock: Clock, codes: Codes, *, percent: int = 10, samples: int = 8, seed: int = 0) -> int:
-    """Mean value in ns over a fixed set of samples, each time stretched by -percent to +percent.
 
-    The order must not deadlock. Deterministic: the same arguments give the same integer.
+def jittered_mean(clock: Clock, codes: Codes, *, percent: int = 10, seed: int = 0) -> int:
+    """Return the mean value in ns over a fixed set of samples.
+
+    Deterministic: the same arguments give the same integer.
+
+    Parameters
+    ----------
+    clock
+        What times the orders.
+    codes
+        An order that does not deadlock.
+    percent
+        Each time is stretched by -percent to +percent.
+    seed
+        Decides the samples.
     """
     instance, total = clock.instance, 0
-    for sample in range(samples):
+    for sample in range(_SAMPLES):
         rng = random.Random(f"{seed}/{sample}")
         scale = [
             [
@@ -34,10 +47,11 @@ def jittered_mean(clock: Clock, codes: Codes, *, percent: int = 10, samples: int
         if value is None:
             raise ArithmeticError("a deadlocked order has no time")
         total += value
-    return total // samples
+    return total // _SAMPLES
 
 
 def _stretched(clock: Clock, codes: Codes, scale: list[list[list[int]]], percent: int) -> list[list[int]]:
+    """Return the time of every action of an order, stretched by ``scale``."""
     instance, rows = clock.instance, []
     for row, nominal in zip(codes, clock.nominal(codes), strict=True):
         count: dict[tuple[int, int], int] = {}

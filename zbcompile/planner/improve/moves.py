@@ -15,7 +15,7 @@ _ROUNDS = 64
 
 @jit
 def random_bits(state: Vector) -> int:
-    """Next of a 32-bit xorshift sequence; the state is its only element."""
+    """Return the next number of a 32-bit xorshift sequence; the state is the first element."""
     x: int = state[0]
     x ^= (x << 13) & 0xFFFFFFFF
     x ^= x >> 17
@@ -26,7 +26,7 @@ def random_bits(state: Vector) -> int:
 
 @jit
 def _shift(line: Vector, begin: int, a: int, b: int) -> bool:
-    """Take the action at place a of a rank's row to place b. False if nothing changes."""
+    """Take the action at place a of a rank's row to place b. Return False if nothing changes."""
     code = line[begin + a]
     changed = False
     step = 1 if b > a else -1
@@ -41,7 +41,7 @@ def _shift(line: Vector, begin: int, a: int, b: int) -> bool:
 
 @jit
 def _gap(offsets: Vector, rank: int, state: Vector, gaps: Vector) -> int:
-    """A random place of the rank's row that is waited at, or -1."""
+    """Return a random place of the rank's row that is waited at, or -1."""
     begin, size = offsets[rank], offsets[rank + 1] - offsets[rank]
     a: int = random_bits(state) % size
     for _ in range(size):
@@ -70,7 +70,7 @@ def move_into_gap(t: Tables, offsets: Vector, line: Vector, rank: int, state: Ve
 
 @jit
 def _sender(t: Tables, offsets: Vector, line: Vector, rank: int, a: int, state: Vector) -> int:
-    """Place in the line of an action that the one at place a of the rank waits for, or -1."""
+    """Return the place in the line of an action that the one at place a of the rank waits for, or -1."""
     S, begin = t.num_stages, offsets[rank]
     kind = line[begin + a] // S
     s = line[begin + a] - kind * S
@@ -105,9 +105,13 @@ def _sender(t: Tables, offsets: Vector, line: Vector, rank: int, a: int, state: 
 def move_cause(
     t: Tables, offsets: Vector, line: Vector, rank: int, state: Vector, jumps: Vector, gaps: Vector
 ) -> int:
-    """Where the rank waits for a message, follow the messages to an action that its own rank held up, and
-    move it up within what runs without a pause before it, or one of those behind it.
+    """Where the rank waits for a message, move up what held the message up.
 
+    The messages are followed to an action that its own rank held up. This action is moved up within what runs
+    without a pause before it, or one of those behind it.
+
+    Notes
+    -----
     The neighbourhood of critical blocks in job shops (Nowicki and Smutnicki, Management Science 42, 1996).
     """
     a = _gap(offsets, rank, state, gaps)

@@ -1,8 +1,8 @@
-"""Reweave: the times of a known order become keys, and keyed dispatch places its actions anew.
+"""Redispatch: the times of a known order become keys, and keyed dispatch places its actions anew.
 
-A published order was made for other times. Its starts under the real ones say what should come first;
-what fills the gaps, W's above all, is decided again. Where that helps, the keys of single rows, the
-microbatches in flight and the gap that a W may fill are evolved.
+A published order was made for other times. Its starts under the real ones say what should come first; what
+fills the gaps, W's above all, is decided again. If that helps, the keys of single rows, the microbatches in
+flight and the gap that a W may fill are evolved.
 """
 
 from __future__ import annotations
@@ -13,53 +13,82 @@ from dataclasses import dataclass, replace
 
 from zbcompile.planner.core.dispatch import Dispatcher
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
+from zbcompile.planner.core.latest_starts import latest_starts
+from zbcompile.planner.core.scorer import Scored, Scorer
 from zbcompile.planner.core.tables import unpack
-from zbcompile.planner.exact.model import right_shifted_starts
-from zbcompile.planner.improve.anneal import Annealer
 
 __all__ = ["redispatched"]
 
 _LATE = (0, 1, 3, 6)
 """How many W's later than in the order W's are due."""
+
 _SHARES = (50, 75, 100, 125)
 
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """Shift of each row (kind x stages + stage) in ns, most microbatches in flight, share as in
-    `Dispatcher`."""
+    """Parameters of one dispatch.
+
+    Attributes
+    ----------
+    shift
+        Shift of each row (kind x stages + stage) in ns.
+    in_flight
+        Most microbatches in flight per stage.
+    share
+        As in `Dispatcher.run_line`.
+    """
 
     shift: tuple[int, ...]
-    flying: tuple[int, ...]
+    in_flight: tuple[int, ...]
     share: int
 
 
 def redispatched(
     instance: Instance,
     codes: Codes,
-    annealer: Annealer,
+    scorer: Scorer,
     dispatcher: Dispatcher,
     tries: int,
     rng: random.Random,
     stop: Callable[[], bool] = lambda: False,
-) -> list[tuple[int, int, Codes]]:
-    """The three best orders with their scores, best first; none where no recipe beats ``codes``.
+) -> list[Scored]:
+    """Return the three best orders with their scores, best first.
 
-    codes : a legal order without BW. tries : of the evolution, after the 32 first recipes. stop : asked
-    before every recipe whether to end early.
+    Parameters
+    ----------
+    instance
+        The problem.
+    codes
+        A legal order without BW.
+    scorer
+        Scorer of the problem.
+    dispatcher
+        Its dispatcher.
+    tries
+        Recipes of the evolution, after the 32 first ones.
+    rng
+        Decides the changes.
+    stop
+        Asked before every recipe whether to end early.
+
+    Returns
+    -------
+    list of Scored
+        Empty if no first recipe beats ``codes``.
     """
-    given = annealer.score(codes)
+    given = scorer.score(codes)
     if given is None or any(kind == BW for row in codes for kind, _ in row):
         return []
     S, m = instance.num_stages, instance.num_microbatches
-    starts = right_shifted_starts(instance, codes)
+    starts = latest_starts(instance, codes)
     rows = [[starts[kind, s, i] for i in range(m)] for kind in (F, B, W) for s in range(S)]
     longest = max(instance.weight)
     most = _in_flight(instance, codes)
     pool: list[tuple[tuple[int, int], _Recipe, Codes]] = []
     first = [
-        _Recipe((0,) * (2 * S) + (late * longest,) * S, flying, share)
-        for flying in ((m,) * S, most)
+        _Recipe((0,) * (2 * S) + (late * longest,) * S, in_flight, share)
+        for in_flight in ((m,) * S, most)
         for late in _LATE
         for share in _SHARES
     ]
@@ -73,8 +102,8 @@ def redispatched(
         else:
             recipe = _mutate(pool[rng.randrange(min(4, len(pool)))][1], most, longest, m, rng)
         keys = [key + late for row, late in zip(rows, recipe.shift, strict=True) for key in row]
-        line = dispatcher.run_line(keys, recipe.flying, recipe.share)
-        score = None if line is None else annealer.score_line(dispatcher.offsets, line)
+        line = dispatcher.run_line(keys, recipe.in_flight, recipe.share)
+        score = None if line is None else scorer.score_line(dispatcher.offsets, line)
         if line is None or score is None or (len(pool) == 16 and score >= pool[-1][0]):
             continue
         if all(score != known for known, _, _ in pool):
@@ -84,10 +113,13 @@ def redispatched(
 
 
 def _mutate(recipe: _Recipe, most: tuple[int, ...], longest: int, m: int, rng: random.Random) -> _Recipe:
-    """One to three changes: a row or some neighbouring rows by up to three halves of a W, one stage's
-    microbatches in flight by one, or another share."""
+    """Return the recipe with one to three changes.
+
+    A row or some neighbouring rows move by up to three halves of a W, one stage's microbatches in flight
+    change by one, or the share is another one.
+    """
     S = len(most)
-    shift, flying, share = list(recipe.shift), list(recipe.flying), recipe.share
+    shift, in_flight, share = list(recipe.shift), list(recipe.in_flight), recipe.share
     for _ in range(rng.randint(1, 3)):
         dice = rng.random()
         step = rng.choice((-3, -2, -1, 1, 2, 3)) * longest // 2
@@ -100,14 +132,14 @@ def _mutate(recipe: _Recipe, most: tuple[int, ...], longest: int, m: int, rng: r
                 shift[row] += step
         elif dice < 0.95:
             s = rng.randrange(S)
-            flying[s] = max(1, min(m, min(flying[s], most[s] + 4) + rng.choice((-1, 1))))
+            in_flight[s] = max(1, min(m, min(in_flight[s], most[s] + 4) + rng.choice((-1, 1))))
         else:
             share = rng.choice((0, 25, 50, 75, 90, 100, 125, 150))
-    return replace(recipe, shift=tuple(shift), flying=tuple(flying), share=share)
+    return replace(recipe, shift=tuple(shift), in_flight=tuple(in_flight), share=share)
 
 
 def _in_flight(instance: Instance, codes: Codes) -> tuple[int, ...]:
-    """Most microbatches between F and B per stage."""
+    """Return the most microbatches between F and B per stage."""
     most, now = [1] * instance.num_stages, [0] * instance.num_stages
     for row in codes:
         for kind, s in row:

@@ -1,7 +1,7 @@
-"""The orders from the literature for one stage per rank, as codes per rank.
+"""The orders of the literature for one stage per rank.
 
-GPipe (arXiv 1811.06965), 1F1B (arXiv 1806.03377), ZB-H1 and ZB-H2 (arXiv 2401.10241, section 2.1).
-Orders for several stages per rank are in `zbcompile.planner.starts.classic_loops`.
+GPipe (arXiv 1811.06965), 1F1B (arXiv 1806.03377), ZB-H1 and ZB-H2 (arXiv 2401.10241, section 2.1). Orders for
+several stages per rank are in `zbcompile.planner.starts.classic_loops`.
 """
 
 from __future__ import annotations
@@ -15,29 +15,36 @@ __all__ = ["gpipe", "one_f_one_b", "orders_for", "zb_h1", "zb_h2"]
 
 
 def gpipe(p: int, m: int) -> Codes:
-    """All F's, then all backwards, fused."""
+    """Return GPipe: all F's, then all backwards, fused."""
     return [[(F, d)] * m + [(BW, d)] * m for d in range(p)]
 
 
 def one_f_one_b(p: int, m: int) -> Codes:
-    """p - d microbatches in flight on rank d, backwards fused."""
+    """Return 1F1B: p - d microbatches in flight on rank d, backwards fused."""
     return [_alternate(d, min(m, p - d), m, None) for d in range(p)]
 
 
 def zb_h1(p: int, m: int) -> Codes:
-    """1F1B with split backwards; rank d lets d W's wait, so that every rank holds p * M_B at most."""
+    """Return ZB-H1: 1F1B with split backwards.
+
+    d W's wait on rank d, so that every rank holds p * M_B at most.
+    """
     return [_alternate(d, min(m, p - d), m, d) for d in range(p)]
 
 
 def zb_h2(p: int, m: int) -> Codes:
-    """2(p - d) - 1 microbatches in flight on rank d and 2d W's waiting: (2p - 1) * M_B at most."""
+    """Return ZB-H2: at most (2p - 1) * M_B.
+
+    Rank d has 2(p - d) - 1 microbatches in flight and 2d W's waiting.
+    """
     return [_alternate(d, min(m, 2 * (p - d) - 1), m, 2 * d) for d in range(p)]
 
 
 def _alternate(stage: int, warm_up: int, m: int, waiting: int | None) -> list[tuple[int, int]]:
-    """``warm_up`` F's, then B and F in turn; a W as soon as more than ``waiting`` are pending.
+    """Return a row of ``warm_up`` F's, then B and F in turn.
 
-    Once no F is left a W follows every B. ``waiting`` None: fused backwards.
+    A W runs as soon as more than ``waiting`` are pending, and after every B once no F is left. With
+    ``waiting`` None all backwards are fused.
     """
     row = [(F, stage)] * warm_up
     pending = 0
@@ -55,7 +62,10 @@ def _alternate(stage: int, warm_up: int, m: int, waiting: int | None) -> list[tu
 
 
 def orders_for(problem: Problem) -> list[tuple[str, Codes]]:
-    """(name, order) of every published order for the problem's placement; caps are not looked at."""
+    """Return (name, order) of every published order for the problem's placement, best first.
+
+    Caps are not looked at.
+    """
     p, m, placement = problem.num_ranks, problem.num_microbatches, problem.placement
     per_rank = problem.num_stages // p
     found: list[tuple[str, Codes | None]] = []

@@ -1,4 +1,4 @@
-"""The orders from the literature for several stages per rank, as codes per rank.
+"""The orders of the literature for several stages per rank.
 
 Looped placement: interleaved 1F1B (arXiv 2104.04473, section 2.2) and its zero-bubble form, as
 torch.distributed.pipelining runs them. V placement, two stages per rank: ZB-V as torch runs it
@@ -19,10 +19,20 @@ Row = list[tuple[int, int]]
 
 
 def interleaved(p: int, v: int, m: int, *, zero_bubble: bool) -> Codes | None:
-    """Rounds of about p microbatches through the v stages of a rank in turn, then 1F1B.
+    """Return interleaved 1F1B: rounds of about p microbatches through a rank's stages in turn, then 1F1B.
 
-    ``zero_bubble``: one instead of two more warm-up F's per rank up the line, and W's that trail
-    their B's by the rank's number. ``None`` where the microbatches do not divide into rounds.
+    Parameters
+    ----------
+    p, v, m
+        Ranks, stages per rank, microbatches.
+    zero_bubble
+        Whether backwards are split: one instead of two more warm-up F's per rank up the line, and W's that
+        trail their B's by the rank's number.
+
+    Returns
+    -------
+    Codes or None
+        ``None`` if the microbatches do not divide into rounds.
     """
     rounds = max(1, m // p)
     if m % rounds:
@@ -48,7 +58,7 @@ def interleaved(p: int, v: int, m: int, *, zero_bubble: bool) -> Codes | None:
 
 
 def zb_v(p: int, m: int) -> Codes:
-    """ZB-V for equal times: every W follows its B until the cool-down, p * M_B held at most."""
+    """Return ZB-V for equal times: every W follows its B until the cool-down, p * M_B held at most."""
     count = max(2 * p - 1, m)
     return [_limited(_zb_v_rank(p, rank, count), m) for rank in range(p)]
 
@@ -73,7 +83,7 @@ def _zb_v_rank(p: int, rank: int, count: int) -> Row:
 
 
 def _limited(row: Row, m: int) -> Row:
-    """Without the actions of microbatches m and up."""
+    """Return the row without the actions of microbatches m and up."""
     seen: dict[tuple[int, int], int] = {}
     kept = []
     for code in row:
@@ -84,19 +94,22 @@ def _limited(row: Row, m: int) -> Row:
 
 
 def v_half(instance: Instance) -> Codes:
-    """V-Half's building block: about half of 1F1B's memory."""
+    """Return V-Half's building block repeated: about half of 1F1B's memory."""
     middle = 4 if instance.num_ranks % 2 == 0 else 1
     return block_order(instance, OffsetKeys((2, 1), (2, 1), (1, middle, 2)))
 
 
 def v_min(instance: Instance) -> Codes:
-    """V-Min's building block: about a third of 1F1B's memory."""
+    """Return V-Min's building block repeated: about a third of 1F1B's memory."""
     middle = 3 if instance.num_ranks % 3 == 0 else 1
     return block_order(instance, OffsetKeys((1, 1), (1, 1), (1, middle, 1)))
 
 
 def dual_pipe_v(p: int, m: int) -> Codes | None:
-    """DualPipeV in its eight steps, the overlapped pairs one after the other. Needs m >= 2 p."""
+    """Return DualPipeV in its eight steps, the overlapped pairs one after the other.
+
+    ``None`` if there are fewer than 2 p microbatches.
+    """
     if m < 2 * p:
         return None
     return [_dual_pipe_v_rank(p, rank, m) for rank in range(p)]
@@ -116,11 +129,11 @@ def _dual_pipe_v_rank(p: int, rank: int, m: int) -> Row:
         if split:
             waiting.append((W, stage))
 
-    split, turn = False, (rank + 1) // 2
+    split, first = False, (rank + 1) // 2
     for k in range(rank + 1):
-        split = split or (k == turn and rank % 2 == 1)
+        split = split or (k == first and rank % 2 == 1)
         backward(up, split)
-        split = split or (k == turn and rank % 2 == 0)
+        split = split or (k == first and rank % 2 == 0)
         backward(down, split)
     for _ in range(p - rank - 1):
         if waiting:

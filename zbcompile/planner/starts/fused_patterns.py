@@ -1,42 +1,60 @@
 """Orders for one stage per rank that split some backwards and fuse the others.
 
-Two makers: `alternate` builds a rank's row from four numbers; `fused_list_schedule` lets the list
-scheduler of `zbcompile.planner.starts.list_schedule` decide everything but the split. In both, microbatch i of a
-stage is split if it is among the first ``head`` or the last ``tail``, and fused in between.
+There are two makers. `alternate` builds a rank's row from four numbers; `fused_list_schedule` lets the list
+scheduler of `zbcompile.planner.starts.list_schedule` decide everything but the split. In both, microbatch i
+of a stage is split if it is among the first ``head`` or the last ``tail``, and fused in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.starts.list_schedule import ListRun, Recipe
 
-__all__ = ["FusedPattern", "alternate", "fused_list_schedule", "patterns", "window_choices"]
+__all__ = ["FusedPattern", "alternate", "fused_list_schedule", "fused_patterns", "window_choices"]
 
 Windows = tuple[tuple[int, int], ...]
 """Per rank (head, tail): how many microbatches are split at the start and at the end."""
 
+_Field = Literal["tail", "head", "waiting", "warm", "head and waiting"]
+_FIELDS: tuple[_Field, ...] = get_args(_Field)
+"""What one step to a neighbouring pattern changes, in the order in which it is tried."""
+
 
 @dataclass(frozen=True, slots=True)
 class FusedPattern:
-    """Per rank: F's before the first backward, W's that may wait, and the split windows."""
+    """An order in a few numbers per rank.
+
+    Attributes
+    ----------
+    warm
+        F's before the first backward.
+    waiting
+        W's that may wait.
+    windows
+        Split windows: how many microbatches are split at the start and at the end.
+    """
 
     warm: tuple[int, ...]
     waiting: tuple[int, ...]
     windows: Windows
 
     def codes(self, instance: Instance) -> Codes:
-        """The order."""
+        """Return the order."""
         return [
             alternate(instance, rank, self.warm[rank], self.waiting[rank], self.windows[rank])
             for rank in range(instance.num_ranks)
         ]
 
     def neighbours(self, count: int) -> Iterator[FusedPattern]:
-        """One number more or less: on one rank, on all, or by a slope that grows or falls along the ranks."""
+        """Yield patterns with one number more or less.
+
+        On one rank, on all, or by a slope that grows or falls along the ranks.
+        """
         p = len(self.warm)
         shapes = [
             tuple(1 for _ in range(p)),
@@ -44,12 +62,14 @@ class FusedPattern:
             tuple(p - d for d in range(p)),
             *(tuple(int(r == d) for r in range(p)) for d in range(p)),
         ]
-        for field in ("tail", "head", "waiting", "warm", "head and waiting"):
+        for field in _FIELDS:
             for shape in shapes:
                 for sign in (1, -1):
                     yield self._shifted(field, tuple(sign * v for v in shape), count)
 
-    def _shifted(self, field: str, steps: tuple[int, ...], count: int) -> FusedPattern:
+    def _shifted(self, field: _Field, steps: tuple[int, ...], count: int) -> FusedPattern:
+        """Return the pattern with the numbers of a field changed by ``steps``, rank by rank."""
+
         def shift(row: tuple[int, ...], least: int) -> tuple[int, ...]:
             return tuple(max(least, min(count, v + step)) for v, step in zip(row, steps, strict=True))
 
@@ -57,9 +77,9 @@ class FusedPattern:
         warm, waiting = self.warm, self.waiting
         if field == "warm":
             warm = shift(warm, 1)
-        if field.endswith("waiting"):
+        if field in ("waiting", "head and waiting"):
             waiting = shift(waiting, 0)
-        if field.startswith("head"):
+        if field in ("head", "head and waiting"):
             heads = shift(heads, 0)
         if field == "tail":
             tails = shift(tails, 0)
@@ -69,10 +89,24 @@ class FusedPattern:
 def alternate(
     instance: Instance, rank: int, warm: int, waiting: int, window: tuple[int, int]
 ) -> list[tuple[int, int]]:
-    """``warm`` F's, then a backward and an F in turn; a W once more than ``waiting`` are pending.
+    """Return a row of ``warm`` F's, then a backward and an F in turn.
 
-    W's run earlier where an F or B finds no room, and one behind every B once no F is left. A rank
-    whose room takes no further F runs a backward first. Fits wherever one microbatch fits.
+    A W runs once more than ``waiting`` are pending, earlier where an F or B does not fit, and after every B
+    once no F is left. A rank whose headroom takes no further F runs a backward first. The row fits wherever
+    one microbatch fits.
+
+    Parameters
+    ----------
+    instance
+        The problem.
+    rank
+        The rank, with one stage.
+    warm
+        F's before the first backward.
+    waiting
+        W's that may wait.
+    window
+        (head, tail): how many microbatches are split at the start and at the end.
     """
     s, m, headroom = instance.stages_of[rank][0], instance.num_microbatches, instance.headroom[rank]
     saved, grow = instance.saved[s], instance.pending[s] - instance.saved[s]
@@ -86,12 +120,12 @@ def alternate(
             held, pending = held - instance.pending[s], pending - 1
 
     while backwards < m:
-        turn = forwards < m and forwards - backwards < max(1, warm)
-        if turn:
+        run_forward = forwards < m and forwards - backwards < max(1, warm)
+        if run_forward:
             while pending and held + saved > headroom:
                 weights(pending - 1)
-            turn = held + saved <= headroom
-        if turn:
+            run_forward = held + saved <= headroom
+        if run_forward:
             row.append((F, s))
             held, forwards = held + saved, forwards + 1
             continue
@@ -121,11 +155,11 @@ class _FusedRun(ListRun):
         return head <= self.done[rank][B] < self.count - tail
 
     def fits(self, rank: int, kind: int) -> bool:
-        """As in the list scheduler; a fused backward always fits."""
+        """Return as in the list scheduler; a fused backward always fits."""
         return (kind == B and self._fused(rank)) or super().fits(rank, kind)
 
     def commit(self, rank: int, kind: int, now: int) -> None:
-        """As in the list scheduler; a fused B is a BW and leaves no W."""
+        """Run one action as in the list scheduler; a fused B is a BW and leaves no W."""
         if kind != B or not self._fused(rank):
             super().commit(rank, kind, now)
             return
@@ -139,14 +173,20 @@ class _FusedRun(ListRun):
 
 
 def fused_list_schedule(instance: Instance, recipe: Recipe, windows: Windows) -> Codes | None:
-    """Run the list scheduler with the backwards outside the windows fused; ``None`` when it gets stuck."""
+    """Run the list scheduler with the backwards outside the split windows fused.
+
+    ``None`` if it gets stuck.
+    """
     run = _FusedRun(instance, recipe, windows)
     fused = sum(max(0, instance.num_microbatches - head - tail) for head, tail in windows)
     return run.run(fused)
 
 
 def window_choices(instance: Instance) -> list[Windows]:
-    """Split windows to try: the rule of thumb, never, all, all but rank 0, and wider or narrower rules."""
+    """Return split windows to try.
+
+    The rule of thumb, never, all, all but rank 0, and wider or narrower rules.
+    """
     p, m = instance.num_ranks, instance.num_microbatches
     made: list[list[tuple[int, int]]] = [
         [(d, p - d) if d else (0, 0) for d in range(p)],
@@ -162,8 +202,8 @@ def window_choices(instance: Instance) -> list[Windows]:
     return [tuple((min(m, h), min(m, t)) for h, t in row) for row in made]
 
 
-def patterns(instance: Instance) -> Iterator[FusedPattern]:
-    """Whole patterns, in a fixed order."""
+def fused_patterns(instance: Instance) -> Iterator[FusedPattern]:
+    """Yield whole patterns, in a fixed order."""
     p, m = instance.num_ranks, instance.num_microbatches
     paths = Paths.of(instance)
     trips = [paths.f_to_b(stages[0], stages[0]) for stages in instance.stages_of]

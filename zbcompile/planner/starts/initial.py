@@ -1,10 +1,10 @@
-"""First orders: what the literature offers, a fallback that always fits, and list schedules."""
+"""Initial orders: what the literature offers, a fallback that always fits, and list schedules."""
 
 from __future__ import annotations
 
 import random
 
-from zbcompile.planner.bounds.warmup import climb
+from zbcompile.planner.bounds.warmup import warmup_forwards
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W, is_chain
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.incumbent import Incumbent
@@ -18,9 +18,12 @@ _THETAS = (100, 75, 50, 125, 25, 150, 0, 200)
 
 
 def one_at_a_time(instance: Instance) -> Codes:
-    """One microbatch after the other: fits wherever anything fits. Fused where M_W > M_B."""
+    """Return the order that runs one microbatch after the other: it fits wherever anything fits.
+
+    A stage runs fused where M_W > M_B or where a BW is shorter than B and W.
+    """
     rows: Codes = []
-    for rank, stages in enumerate(instance.stages_of):
+    for stages in instance.stages_of:
         row = [(F, s) for s in stages]
         for s in reversed(stages):
             wide = (
@@ -29,12 +32,11 @@ def one_at_a_time(instance: Instance) -> Codes:
             )
             row.extend([(BW, s)] if wide else [(B, s), (W, s)])
         rows.append(row * instance.num_microbatches)
-        del rank
     return rows
 
 
 def try_classic(incumbent: Incumbent) -> None:
-    """Offer the orders of the literature that fit; the fallback only where none does.
+    """Offer the orders of the literature; the fallback only if none of them fits.
 
     On very long problems the first that fits is enough: they are listed best first.
     """
@@ -48,7 +50,19 @@ def try_classic(incumbent: Incumbent) -> None:
 
 
 def try_list_schedules(incumbent: Incumbent, tries: int, seed: int) -> None:
-    """List schedules with the standard settings, then with random changes to the best of them."""
+    """Offer list schedules with the standard recipes, then with random changes to the best of them.
+
+    Does nothing if a rank has several stages.
+
+    Parameters
+    ----------
+    incumbent
+        What to offer them to.
+    tries
+        Most list schedules.
+    seed
+        Decides the random changes.
+    """
     instance = incumbent.instance
     if any(len(stages) != 1 for stages in instance.stages_of):
         return
@@ -59,7 +73,7 @@ def try_list_schedules(incumbent: Incumbent, tries: int, seed: int) -> None:
     kept: tuple[int, Recipe] | None = None
     used = 0
     limits = standard_limits(instance, trips)
-    limits = [*warmup_limits(instance, paths, target), *limits, *mixed_limits(limits[0], limits[1])]
+    limits = [*_warmup_limits(instance, paths, target), *limits, *mixed_limits(limits[0], limits[1])]
     recipes = [Recipe(few, theta, budget) for theta in _THETAS for few in limits]
     rng = random.Random(seed)
     while used < tries and not incumbent.done:
@@ -80,7 +94,7 @@ def try_list_schedules(incumbent: Incumbent, tries: int, seed: int) -> None:
 
 
 def _mutate(recipe: Recipe, instance: Instance, rng: random.Random) -> Recipe:
-    """One to three limits by one or two, or a new theta, or another idle budget."""
+    """Change one to three limits by one or two, and perhaps theta and an idle budget."""
     limits, theta, budget = list(recipe.limits), recipe.theta, list(recipe.budget)
     for _ in range(rng.randint(1, 3)):
         rank = rng.randrange(len(limits))
@@ -93,12 +107,15 @@ def _mutate(recipe: Recipe, instance: Instance, rng: random.Random) -> Recipe:
     return Recipe(tuple(limits), theta, tuple(budget))
 
 
-def warmup_limits(instance: Instance, paths: Paths, target: int) -> list[tuple[int, ...]]:
-    """F's before the first B on every rank, as the stairs allow them for the target and a little more."""
+def _warmup_limits(instance: Instance, paths: Paths, target: int) -> list[tuple[int, ...]]:
+    """Return F's before the first B on every rank, as the warm-up bound allows them.
+
+    For the target, and for values up to 2 % above it.
+    """
     found: list[tuple[int, ...]] = []
     if is_chain(instance):
         for permille in (0, 2, 5, 10, 20):
-            counts = climb(instance, paths, target + target * permille // 1000)
+            counts = warmup_forwards(instance, paths, target + target * permille // 1000)
             if counts is not None and counts not in found:
                 found.append(counts)
     return found

@@ -1,8 +1,8 @@
-"""Ranked: dispatch by fixed ranks of the kinds, whatever the microbatch.
+"""Kind ranking: keyed dispatch by a fixed ranking of the kinds of actions, whatever the microbatch.
 
 Where memory does not bind, as with hardly more microbatches than ranks, good orders have no period: what
-counts is whether an F of the first wave goes before a B of the second. All ways to rank the F's and
-B's of each wave and the W's are few enough to be tried.
+counts is whether an F of the first wave runs before a B of the second. The ways to rank the F's and B's of
+each wave and the W's are few enough to be tried all.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from itertools import permutations
 from math import factorial
 
 from zbcompile.planner.core.dispatch import Dispatcher
-from zbcompile.planner.core.instance import Codes, Instance
+from zbcompile.planner.core.instance import Instance
+from zbcompile.planner.core.scorer import Scored, Scorer
 from zbcompile.planner.core.tables import unpack
-from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.starts.offset_keys import waves_of
 
 __all__ = ["kind_ranking_orders"]
@@ -27,21 +27,37 @@ _SHARES = (50, 100)
 
 def kind_ranking_orders(
     instance: Instance,
-    annealer: Annealer,
+    scorer: Scorer,
     dispatcher: Dispatcher,
     rng: random.Random,
     stop: Callable[[], bool] = lambda: False,
-) -> list[tuple[int, int, Codes]]:
-    """The two best orders over the rankings, best first; none for more than 2 p microbatches.
+) -> list[Scored]:
+    """Return the two best orders over the rankings, best first.
 
-    stop : asked before every ranking whether to end early.
+    Parameters
+    ----------
+    instance
+        The problem.
+    scorer
+        Its scorer.
+    dispatcher
+        Its dispatcher.
+    rng
+        Draws the rankings where there are too many.
+    stop
+        Asked before every ranking whether to end early.
+
+    Returns
+    -------
+    list of Scored
+        Empty for more than 2 p microbatches.
     """
     m, waves = instance.num_microbatches, waves_of(instance)
     if m > 2 * instance.num_ranks:
         return []
     wave_of = {s: w for w, wave in enumerate(waves) for s in wave}
     classes = 2 * len(waves) + 1
-    pool: list[tuple[int, int, Codes]] = []
+    pool: list[Scored] = []
     for ranks in _rankings(classes, rng):
         if stop():
             break
@@ -52,7 +68,7 @@ def kind_ranking_orders(
                 keys.extend(range(first, first + m))
         for share in _SHARES:
             line = dispatcher.run_line(keys, [m] * instance.num_stages, share)
-            score = None if line is None else annealer.score_line(dispatcher.offsets, line)
+            score = None if line is None else scorer.score_line(dispatcher.offsets, line)
             if line is None or score is None or (len(pool) == 2 and score >= pool[-1][:2]):
                 continue
             if all(score != entry[:2] for entry in pool):
@@ -62,7 +78,7 @@ def kind_ranking_orders(
 
 
 def _rankings(classes: int, rng: random.Random) -> Iterator[tuple[int, ...]]:
-    """All permutations, or as many random ones as are tried."""
+    """Yield all permutations, or as many random ones as are tried."""
     if factorial(classes) <= _MOST:
         yield from permutations(range(classes))
         return

@@ -2,11 +2,11 @@
 
 Time runs forward over all ranks; a free rank decides with what is known at that moment:
 
-1. F and B both ready: after the first B they alternate, before it B goes first.
+1. F and B both ready: after the first B they alternate; before it, B runs first.
 2. One ready: it runs. An F needs memory and fewer than ``limit`` microbatches in flight.
 3. Memory alone holds up a ready F: a pending W runs.
-4. Nothing ready: a W runs if the gap lasts at least ``theta`` W's, or if the rank has no idle time
-   left to give (``budget``); else the rank waits.
+4. Nothing ready: a W runs if the gap lasts at least ``theta`` W's, or if the rank has no idle time left to
+   give (``budget``); else the rank waits.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ _NEVER = 1 << 62
 class Recipe:
     """Parameters of one run.
 
-    limits : most microbatches in flight, per rank.
-    theta : hundredths of a W that a gap must last before a W fills it.
-    budget : idle time per rank, between its first and last action, before W's fill every gap.
+    Attributes
+    ----------
+    limits
+        Most microbatches in flight, per rank.
+    theta
+        Hundredths of a W that a gap must last before a W fills it.
+    budget
+        Idle time in ns per rank, between its first and last action, before W's fill every gap.
     """
 
     limits: tuple[int, ...]
@@ -62,14 +67,14 @@ class ListRun:
         self.events = [(0, rank) for rank in range(p)]
 
     def when(self, rank: int, kind: int) -> int:
-        """When the next F or B of a rank becomes ready, as far as known."""
+        """Return when the next F or B of a rank becomes ready, as far as known."""
         k = self.done[rank][kind]
         if k == self.count or self.missing[rank][kind][k]:
             return _NEVER
         return self.ready[rank][kind][k]
 
     def fits(self, rank: int, kind: int) -> bool:
-        """Whether the room takes one more F, or one more B where M_W > M_B."""
+        """Return whether the headroom takes one more F, or one more B where M_W > M_B."""
         s, headroom = self.stage[rank], self.instance.headroom[rank]
         grow = self.instance.pending[s] - self.instance.saved[s]
         if kind == B:
@@ -78,7 +83,7 @@ class ListRun:
         return self.held[rank] + self.instance.saved[s] + reserve <= headroom
 
     def choose(self, rank: int, now: int) -> int | None:
-        """The kind to run at ``now``, or ``None`` to wait."""
+        """Return the kind to run at ``now``, or ``None`` to wait."""
         done = self.done[rank]
         has_w = done[B] > done[W]
         open_f = done[F] - done[B] < self.recipe.limits[rank] and done[F] < self.count
@@ -133,7 +138,18 @@ class ListRun:
             heapq.heappush(self.events, (max(at, self.free[rank]), rank))
 
     def run(self, fused: int = 0) -> Codes | None:
-        """All ranks to the end; ``None`` when the recipe leaves them stuck. ``fused``: W's left out."""
+        """Run all ranks to the end.
+
+        Parameters
+        ----------
+        fused
+            Number of fused backwards, whose W's do not run.
+
+        Returns
+        -------
+        Codes or None
+            ``None`` if the recipe leaves the ranks stuck.
+        """
         left = 3 * self.count * self.instance.num_ranks - fused
         while self.events and left:
             now, rank = heapq.heappop(self.events)
@@ -149,12 +165,12 @@ class ListRun:
 
 
 def list_schedule(instance: Instance, recipe: Recipe) -> Codes | None:
-    """Run the list scheduler once. ``None`` when the recipe cannot finish under the rooms."""
+    """Run the list scheduler once. ``None`` if the recipe cannot finish within the headroom."""
     return ListRun(instance, recipe).run()
 
 
 def standard_limits(instance: Instance, round_trips: Sequence[int]) -> list[tuple[int, ...]]:
-    """Limits of microbatches in flight to try, best first: just enough F's to fill the round trip."""
+    """Return limits of microbatches in flight to try, best first: just enough F's to fill the round trip."""
     base = [
         -(-trip // max(1, instance.forward[stages[0]]))
         for trip, stages in zip(round_trips, instance.stages_of, strict=True)
@@ -170,10 +186,10 @@ def standard_limits(instance: Instance, round_trips: Sequence[int]) -> list[tupl
 
 
 def mixed_limits(few: tuple[int, ...], more: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """One microbatch more in flight on the first ranks than on the rest, the middle cut first.
+    """Return limits with one microbatch more in flight on the first ranks than on the rest.
 
-    The idle time before the first B grows towards rank 0 by what a round trip exceeds whole F's;
-    one more F on the ranks up to a cut starts it anew from there.
+    The middle cut comes first. The idle time before the first B grows towards rank 0 by what a round trip
+    exceeds whole F's; one more F on the ranks up to a cut starts it anew from there.
     """
     p = len(few)
     cuts = sorted(range(p - 1), key=lambda cut: (abs(2 * cut + 2 - p), cut))

@@ -1,9 +1,9 @@
-"""Offset keys: the periodic pattern of an order in a few numbers, for several stages per rank.
+"""Offset keys: a periodic order for several stages per rank, in a few numbers.
 
-Every action of microbatch i has the key offset + i * T, T = 3 v slots with v stages on a rank. The
-offset of F(s) grows along the stages by one step per stage, the step depending on the wave (a wave
-is one run over the ranks), plus a gap at each turn to the next wave; the offsets of B go on from
-there, back along the stages. Steps are in slots, as in the building blocks of arXiv 2405.15362.
+Every action of microbatch i has the key offset + i * T, with T = 3 v slots for v stages on a rank. The offset
+of F(s) grows along the stages by one step per stage, the step depending on the wave (a wave is one run over
+the ranks), plus a gap before each further wave. The offsets of B go on from there, back along the stages.
+Steps are in slots, as in the building blocks of arXiv 2405.15362.
 """
 
 from __future__ import annotations
@@ -13,18 +13,27 @@ from dataclasses import dataclass
 
 from zbcompile.planner.core.instance import Instance
 
-__all__ = ["OffsetKeys", "mutate", "waves_of"]
+__all__ = ["OffsetKeys", "mutate", "standard_offset_keys", "waves_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class OffsetKeys:
-    """Steps and gaps of one pattern, in slots.
+    """Steps and gaps in slots.
 
-    forward, backward : step per wave, in the order in which the wave is run. gaps : before the
-    second wave of F's, ..., before the first B, before the second wave of B's, ...
-    weight : how much later than its B a W is due. extra : microbatches in flight beyond the pattern's.
-    share : hundredths of a W that a gap must last for a W to fill it. period : slots from one
-    microbatch to the next, 0 for 3 v.
+    Attributes
+    ----------
+    forward, backward
+        Step of each wave, in the order in which the waves run.
+    gaps
+        Gap before the second wave of F's, ..., before the first B, before the second wave of B's, ...
+    weight
+        How much later than its B a W is due.
+    extra
+        Microbatches in flight beyond those that the offsets imply.
+    share
+        Hundredths of a W that a gap must last for a W to fill it.
+    period
+        Slots from one microbatch to the next, 0 for 3 v.
     """
 
     forward: tuple[int, ...]
@@ -36,7 +45,7 @@ class OffsetKeys:
     period: int = 0
 
     def offsets(self, waves: list[list[int]]) -> tuple[dict[int, int], dict[int, int]]:
-        """Offsets of F and of B per stage, in slots."""
+        """Return the offsets of F and of B per stage, in slots."""
         forward: dict[int, int] = {}
         backward: dict[int, int] = {}
         at, gaps = 0, list(self.gaps)
@@ -53,7 +62,7 @@ class OffsetKeys:
         return forward, backward
 
     def keys(self, instance: Instance) -> tuple[list[int], list[int]]:
-        """(key per action, in-flight limit per stage) for `Dispatcher.run`."""
+        """Return (key per action, in-flight limit per stage) for `Dispatcher.run`."""
         forward, backward = self.offsets(waves_of(instance))
         S, m = instance.num_stages, instance.num_microbatches
         period = self.period or 3 * -(-S // instance.num_ranks)
@@ -62,12 +71,12 @@ class OffsetKeys:
             for s in range(S):
                 first = 100 * (side[s] + late) + (1 if late else 0)
                 keys.extend(range(first, first + 100 * period * m, 100 * period))
-        flying = [max(1, (backward[s] - forward[s]) // period + 1 + self.extra) for s in range(S)]
-        return keys, flying
+        in_flight = [max(1, (backward[s] - forward[s]) // period + 1 + self.extra) for s in range(S)]
+        return keys, in_flight
 
 
 def waves_of(instance: Instance) -> list[list[int]]:
-    """Stages in runs that visit no rank twice."""
+    """Return the stages in runs that visit no rank twice."""
     waves: list[list[int]] = []
     seen: set[int] = set()
     for s, rank in enumerate(instance.rank_of):
@@ -79,8 +88,13 @@ def waves_of(instance: Instance) -> list[list[int]]:
     return waves
 
 
-def standard_patterns(num_waves: int, num_ranks: int) -> list[OffsetKeys]:
-    """Good starts: full memory (ZB-V), half (V-Half), and a third (V-Min), arXiv 2405.15362, table 1."""
+def standard_offset_keys(num_waves: int, num_ranks: int) -> list[OffsetKeys]:
+    """Return good first keys: full memory (ZB-V), half of it (V-Half), a third (V-Min).
+
+    Notes
+    -----
+    Source: arXiv 2405.15362, table 1.
+    """
     n = num_waves
     starts = []
     for gap in (2, 3, 4):
@@ -96,10 +110,10 @@ def standard_patterns(num_waves: int, num_ranks: int) -> list[OffsetKeys]:
     return starts
 
 
-def mutate(pattern: OffsetKeys, rng: random.Random) -> OffsetKeys:
-    """Change one to three numbers of a pattern by one or two."""
-    forward, backward, gaps = list(pattern.forward), list(pattern.backward), list(pattern.gaps)
-    weight, extra, share = pattern.weight, pattern.extra, pattern.share
+def mutate(offset_keys: OffsetKeys, rng: random.Random) -> OffsetKeys:
+    """Return the keys with one to three numbers changed by one or two."""
+    forward, backward, gaps = list(offset_keys.forward), list(offset_keys.backward), list(offset_keys.gaps)
+    weight, extra, share = offset_keys.weight, offset_keys.extra, offset_keys.share
     for _ in range(rng.randint(1, 3)):
         what = rng.randrange(6)
         if what < 3:
@@ -112,4 +126,4 @@ def mutate(pattern: OffsetKeys, rng: random.Random) -> OffsetKeys:
             extra = max(0, extra + rng.choice((-1, 1, 1, 2)))
         else:
             share = rng.choice((0, 25, 50, 75, 100, 125, 150))
-    return OffsetKeys(tuple(forward), tuple(backward), tuple(gaps), weight, extra, share, pattern.period)
+    return OffsetKeys(tuple(forward), tuple(backward), tuple(gaps), weight, extra, share, offset_keys.period)

@@ -1,4 +1,4 @@
-"""Stretch: an order for few microbatches, its periodic middle repeated, becomes one for many."""
+"""Stretching: an order for few microbatches becomes one for many by repeating its periodic middle."""
 
 from __future__ import annotations
 
@@ -6,28 +6,44 @@ from dataclasses import replace
 
 from zbcompile.planner.core.dispatch import Dispatcher
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
-from zbcompile.planner.exact.model import right_shifted_starts
-from zbcompile.planner.improve.anneal import Annealer
+from zbcompile.planner.core.latest_starts import latest_starts
+from zbcompile.planner.core.scorer import Scorer
 
 __all__ = ["short_instance", "stretch"]
 
 
 def short_instance(instance: Instance, count: int) -> Instance:
-    """The same problem with fewer microbatches."""
+    """Return the same problem with fewer microbatches."""
     return replace(instance, num_microbatches=count)
 
 
-def stretch(instance: Instance, codes: Codes, count: int, annealer: Annealer) -> list[Codes]:
-    """Orders of ``instance`` from an order with ``count`` microbatches and no BW, best first.
+def stretch(instance: Instance, codes: Codes, count: int, scorer: Scorer) -> list[Codes]:
+    """Return orders for many microbatches made from an order for few, best first.
 
-    Microbatches c .. c + q - 1 of the middle are repeated: their start times, moved on by the time that
-    q microbatches take, are the keys of the new ones. Every q up to the number of ranks that
-    divides the difference is tried.
+    Microbatches c .. c + q - 1 of the middle are repeated: their start times, moved on by the time that q
+    microbatches take, are the keys of the new ones. Every q up to twice the number of ranks that divides the
+    difference is tried.
+
+    Parameters
+    ----------
+    instance
+        The problem with many microbatches.
+    codes
+        An order for ``count`` microbatches without BW.
+    count
+        Microbatches of that order.
+    scorer
+        Scorer of ``instance``.
+
+    Returns
+    -------
+    list of Codes
+        At most four.
     """
     if any(kind == BW for row in codes for kind, _ in row):
         return []
     short = short_instance(instance, count)
-    starts = right_shifted_starts(short, codes)
+    starts = latest_starts(short, codes)
     extra = instance.num_microbatches - count
     dispatcher = Dispatcher(instance)
     found: list[tuple[tuple[int, int], Codes]] = []
@@ -39,7 +55,7 @@ def stretch(instance: Instance, codes: Codes, count: int, annealer: Annealer) ->
                 continue
             times = _times(short, starts, c, q, extra)
             for decoded in (_sorted_by(instance, times), _dispatched(instance, dispatcher, times)):
-                score = None if decoded is None else annealer.score(decoded)
+                score = None if decoded is None else scorer.score(decoded)
                 if decoded is not None and score is not None:
                     found.append((score, decoded))
     found.sort(key=lambda entry: entry[0])
@@ -49,7 +65,10 @@ def stretch(instance: Instance, codes: Codes, count: int, annealer: Annealer) ->
 def _times(
     short: Instance, starts: dict[tuple[int, int, int], int], c: int, q: int, extra: int
 ) -> dict[tuple[int, int, int], int]:
-    """Start times of the longer order, as if every block took as long as the first one does on average."""
+    """Return start times of the longer order.
+
+    As if every block took as long as the first one takes on average.
+    """
     kinds = [(kind, s) for kind in (F, B, W) for s in range(short.num_stages)]
     period = sum(starts[k, s, c + q] - starts[k, s, c] for k, s in kinds) // len(kinds)
     times = {}
@@ -58,8 +77,8 @@ def _times(
             if i < c + q:
                 at = starts[kind, s, i]
             elif i < c + q + extra:
-                turn, place = divmod(i - c, q)
-                at = starts[kind, s, c + place] + turn * period
+                block, place = divmod(i - c, q)
+                at = starts[kind, s, c + place] + block * period
             else:
                 at = starts[kind, s, i - extra] + extra // q * period
             times[kind, s, i] = at
@@ -67,6 +86,7 @@ def _times(
 
 
 def _sorted_by(instance: Instance, times: dict[tuple[int, int, int], int]) -> Codes:
+    """Return the order of the actions by their times."""
     rows: Codes = []
     for stages in instance.stages_of:
         ops = [(kind, s, i) for kind in (F, B, W) for s in stages for i in range(instance.num_microbatches)]
@@ -78,6 +98,7 @@ def _sorted_by(instance: Instance, times: dict[tuple[int, int, int], int]) -> Co
 def _dispatched(
     instance: Instance, dispatcher: Dispatcher, times: dict[tuple[int, int, int], int]
 ) -> Codes | None:
+    """Return the order that keyed dispatch makes of the times, or ``None``."""
     m = instance.num_microbatches
     keys = [times[kind, s, i] for kind in (F, B, W) for s in range(instance.num_stages) for i in range(m)]
     return dispatcher.run(keys, [m] * instance.num_stages)

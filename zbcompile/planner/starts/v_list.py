@@ -1,9 +1,9 @@
-"""Turns: list schedules for a V of two stages per rank, from the real times.
+"""V list schedules: list schedules for a V of two stages per rank, from the real times.
 
-After the greedy search of arXiv 2401.10241 (section 6). All ranks go in turns: in each, every rank runs a B
-and an F. W's fill gaps that hold one; one that does not fit is run all the same where the rank would
-otherwise idle for longer, over the step, than any rank has so far and than a budget allows: so ranks
-with time to spare keep their messages punctual, and the rank that decides the span loses none.
+After the greedy search of arXiv 2401.10241 (section 6). All ranks proceed in rounds: in each, every rank runs
+a B and an F. W's fill gaps that hold one. A W that does not fit the gap runs all the same where the rank
+would otherwise be idle for longer, over the step, than any rank has been so far and than a budget allows: so
+ranks with time to spare keep their messages punctual, and the rank that decides the span loses no time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from zbcompile.planner.core.instance import B, Codes, F, Instance, W
-from zbcompile.planner.improve.anneal import Annealer
+from zbcompile.planner.core.scorer import Scored, Scorer
 
 __all__ = ["Settings", "is_v", "v_list_order", "v_list_orders"]
 
@@ -24,8 +24,16 @@ _STEPS = 24
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """idle_ns : what a rank may idle between its actions, even where no other has idled as long, before
-    a W is run that does not fit the gap. before_f, before_b : whether this is watched before F's, B's."""
+    """Parameters of one V list schedule.
+
+    Attributes
+    ----------
+    idle_ns
+        What a rank may be idle between its actions, even where no other has been idle as long, before a W
+        runs that does not fit the gap.
+    before_f, before_b
+        Whether this is watched before F's, and before B's.
+    """
 
     idle_ns: int
     before_f: bool
@@ -33,13 +41,13 @@ class Settings:
 
 
 def is_v(instance: Instance) -> bool:
-    """Two stages per rank, in a V: rank r holds stages r and 2p - 1 - r."""
+    """Return whether the stages are in a V: rank r holds stages r and 2p - 1 - r."""
     p = instance.num_ranks
     return instance.num_stages == 2 * p and instance.rank_of == (*range(p), *reversed(range(p)))
 
 
-class _Turns:
-    """One list schedule in the making."""
+class _VListRun:
+    """One V list schedule in the making."""
 
     def __init__(self, instance: Instance, settings: Settings) -> None:
         self.instance, self.settings = instance, settings
@@ -53,11 +61,11 @@ class _Turns:
         self.sources = (instance.forward_from, instance.backward_from)
 
     def count(self, kind: int, s: int) -> int:
-        """How many F's or B's of a stage have been placed."""
+        """Return how many F's or B's of a stage have been placed."""
         return len(self.ends[kind][s])
 
     def arrival(self, kind: int, s: int) -> int | None:
-        """When the message for the next F or B of a stage is there; ``None`` where it is not sent yet."""
+        """Return when the message for the next F or B of a stage is there; ``None`` if it is not sent yet."""
         i = len(self.ends[kind][s])
         if i == self.m or (kind == B and i >= len(self.ends[F][s])):
             return None
@@ -70,9 +78,9 @@ class _Turns:
         return latest
 
     def run(self, kind: int, s: int) -> bool:
-        """Place the next F or B of a stage, W's before it where they fill the gap or make room.
+        """Place the next F or B of a stage, and W's before it where they fill the gap or free memory.
 
-        False, and no F or B placed, where its message or room for it is missing.
+        Returns False, with no F or B placed, if its message or memory for it is missing.
         """
         arrival = self.arrival(kind, s)
         if arrival is None:
@@ -95,7 +103,7 @@ class _Turns:
         return True
 
     def _fill(self, r: int, arrival: int, watched: bool) -> None:
-        """W's that end before the message is there, and one more where idling would exceed the budget."""
+        """Place W's that end before the message is there, and one more if idling would exceed the budget."""
         waiting = self.waiting[r]
         while waiting and self.free[r] + self.instance.weight[waiting[0]] <= arrival:
             self.run_weight(r)
@@ -111,10 +119,10 @@ class _Turns:
         self.rows[r].append((W, s))
 
     def warm_up(self) -> None:
-        """Microbatch 1 down and up again, then F's until every rank has run as many as those above it.
+        """Run microbatch 1 down and up again, then F's until every rank has run as many as those above it.
 
-        While a rank waits for microbatch 1 on its way up, further microbatches come down to it, as many
-        as time and room allow.
+        While a rank waits for microbatch 1 on its way up, further microbatches come down to it, as many as
+        time and headroom allow.
         """
         instance, p, m = self.instance, self.p, self.m
         for r in range(p):
@@ -143,14 +151,14 @@ class _Turns:
                     break
 
     def _lags(self, r: int) -> bool:
-        """Whether the rank above has run more F's, or as many of its upper stage with some left."""
+        """Return whether the rank above has run more F's, or as many of its upper stage with some left."""
         S, m = self.instance.num_stages, self.m
         down, up = self.count(F, r), self.count(F, S - 1 - r)
         above_down, above_up = self.count(F, r - 1), self.count(F, S - r)
         return down + up < above_down + above_up or up <= above_up < m
 
-    def turn(self) -> None:
-        """A B and an F on every rank, as far as messages and room are there."""
+    def round(self) -> None:
+        """Place a B and an F on every rank, as far as messages and headroom are there."""
         p, S = self.p, self.instance.num_stages
         upper = [r for r in range(p) if self.count(B, S - 1 - r) <= self.count(B, r) or not self._back(r)]
         lower = [r for r in range(p) if r not in upper]
@@ -166,19 +174,19 @@ class _Turns:
             self.run(F, up if behind and (sent or done) else down)
 
     def _back(self, r: int) -> bool:
-        """Whether the lower stage of a rank has its next gradient, or will have it in this turn."""
+        """Return whether the lower stage of a rank has its next gradient, or will have it in this round."""
         done = self.count(B, 2 * self.p - 1 - r) == self.m
         return done or r == self.p - 1 or self.arrival(B, r) is not None
 
 
 def v_list_order(instance: Instance, settings: Settings) -> Codes | None:
-    """One order; ``None`` where memory locks it up."""
-    state = _Turns(instance, settings)
+    """Return one V list schedule, or ``None`` if memory locks it up."""
+    state = _VListRun(instance, settings)
     state.warm_up()
     placed = -1
     while placed < (now := sum(map(len, state.rows))):
         placed = now
-        state.turn()
+        state.round()
     for r in range(state.p):
         while state.waiting[r]:
             state.run_weight(r)
@@ -188,23 +196,38 @@ def v_list_order(instance: Instance, settings: Settings) -> Codes | None:
 
 def v_list_orders(
     instance: Instance,
-    annealer: Annealer,
+    scorer: Scorer,
     most: int | None = None,
     stop: Callable[[], bool] = lambda: False,
-) -> list[tuple[int, int, Codes]]:
-    """The three best orders over the places where the budget is watched and `_STEPS` budgets, best first.
+) -> list[Scored]:
+    """Return the three best V list schedules, best first.
 
-    Budgets go down from the idle time of the order made without; the first is none at all. Empty for other
-    placements than the V, and where that first order takes longer than ``most``.
-    stop : asked before every order whether to end early.
+    Tried are all places where the budget is watched, with `_STEPS` budgets. Budgets go down from the idle
+    time of the order made without one; the first is none at all.
+
+    Parameters
+    ----------
+    instance
+        The problem.
+    scorer
+        Its scorer.
+    most
+        Value in ns; nothing is returned if the first order takes longer.
+    stop
+        Asked before every order whether to end early.
+
+    Returns
+    -------
+    list of Scored
+        Empty for other placements than the V.
     """
     if not is_v(instance):
         return []
-    pool: list[tuple[int, int, Codes]] = []
+    pool: list[Scored] = []
 
     def take(settings: Settings) -> None:
         codes = v_list_order(instance, settings)
-        score = None if codes is None else annealer.score(codes)
+        score = None if codes is None else scorer.score(codes)
         if codes is not None and score is not None and all(score != entry[:2] for entry in pool):
             pool.append((*score, codes))
             pool.sort(key=lambda entry: entry[:2])

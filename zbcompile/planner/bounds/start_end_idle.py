@@ -1,0 +1,108 @@
+"""Idle time at the start and the end of a rank with several stages.
+
+Start. Before its first B a rank runs F's alone, and each of them adds M_B. The first B is that of some stage
+s of the rank, and from the rank's first F to B(1) of s passes at least the longest path that leads from an F
+of the rank to that B; the least of these over s holds for whichever comes first. What the F's that fit into
+the headroom do not fill of it is idle. The same holds before the first F of a stage for which every B of the
+rank waits: until then the rank runs F's of other stages alone, and none of those that come after that stage.
+The larger of these idle times counts.
+
+End. Let s0 be the stage whose B ends the rank's backward, and s1 another stage of the rank whose B(m) comes
+after every F and every other B of the rank. Between the end of B(m) of s1 and the start of B(m) of s0 only
+B's of s0 that are in flight and W's can run, and all bytes then held are M_B's of s0 and M_W's. What the most
+time of these does not fill of the longest path is idle.
+"""
+
+from __future__ import annotations
+
+from zbcompile.planner.bounds.knapsack import fractional
+from zbcompile.planner.core.instance import Instance
+from zbcompile.planner.core.paths import NO_PATH, Paths
+
+__all__ = ["end_idle", "pending_time", "start_idle"]
+
+
+def start_idle(instance: Instance, paths: Paths, rank: int) -> tuple[int, dict[str, object]]:
+    """Return the idle time at the start of a rank in ns, and its terms for a witness."""
+    stages = instance.stages_of[rank]
+    windows = [(min(max(paths.f_to_b(a, s) for a in stages) for s in stages), stages)]
+    for s in stages:
+        if all(paths.f_to_b(s, a) != NO_PATH for a in stages):
+            before = tuple(a for a in stages if paths.f_to_f(s, a) == NO_PATH)
+            windows.append((max(paths.f_to_f(a, s) for a in stages), before))
+    idle = -1
+    terms: dict[str, object] = {}
+    for length, held in windows:
+        items = [(instance.forward[s], instance.saved[s], instance.num_microbatches) for s in held]
+        forward = fractional(items, instance.headroom[rank])
+        if max(0, length - forward) > idle:
+            idle = max(0, length - forward)
+            terms = {
+                "start_window_ns": length,
+                "start_stages": list(held),
+                "start_forward_ns": forward,
+                "start_idle_ns": idle,
+            }
+    return idle, terms
+
+
+def end_idle(instance: Instance, paths: Paths, rank: int) -> tuple[int, dict[str, object]]:
+    """Return the idle time at the end of a rank in ns, and its terms for a witness."""
+    stages, best = instance.stages_of[rank], 0
+    terms: dict[str, object] = {"end_idle_ns": 0}
+    for s0 in stages:
+        for s1 in stages:
+            others = [s for s in stages if s not in (s0, s1)]
+            if s0 == s1 or paths.b_to_b(s1, s0) == NO_PATH:
+                continue
+            if any(paths.f_to_b(s, s1) == NO_PATH for s in stages):
+                continue
+            if any(paths.b_to_b(s, s1) == NO_PATH for s in others):
+                continue
+            length = paths.b_to_b(s1, s0) - instance.backward[s1]
+            most, in_flight = _end_work(instance, rank, s0)
+            if length - most > best:
+                best = length - most
+                terms = {
+                    "end_stages": [s1, s0],
+                    "end_window_ns": length,
+                    "end_in_flight": in_flight,
+                    "end_work_ns": most,
+                    "end_idle_ns": best,
+                }
+    return best, terms
+
+
+def _end_work(instance: Instance, rank: int, s0: int) -> tuple[int, int]:
+    """Return (most time of B's of s0 but the last and of W's, microbatches of s0 then in flight)."""
+    best = (0, 1)
+    for in_flight in range(1, instance.num_microbatches + 1):
+        headroom = instance.headroom[rank] - in_flight * instance.saved[s0]
+        if headroom < 0:
+            break
+        time = (in_flight - 1) * (instance.backward[s0] + instance.weight[s0]) + pending_time(
+            instance, rank, headroom
+        )
+        best = max(best, (time, in_flight))
+    return best
+
+
+def pending_time(instance: Instance, rank: int, headroom: int, own: int | None = None) -> int:
+    """Return the most W time in ns that can be pending on a rank within some bytes.
+
+    Parameters
+    ----------
+    instance
+        The problem.
+    rank
+        The rank.
+    headroom
+        Bytes for the M_W's.
+    own
+        A stage of which one W is left out, or ``None``.
+    """
+    items = [
+        (instance.weight[s], instance.pending[s], instance.num_microbatches - (1 if s == own else 0))
+        for s in instance.stages_of[rank]
+    ]
+    return fractional(items, headroom)

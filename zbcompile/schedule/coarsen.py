@@ -1,0 +1,77 @@
+"""Coarsening: neighbouring stages joined into one per rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zbcompile.errors import UsageError
+from zbcompile.schedule.costs import Edge, StageCost
+from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.problem import Problem
+
+__all__ = ["coarsened"]
+
+
+def coarsened(problem: Problem, placement: Placement) -> Problem:
+    """Return the problem with the stages of each rank of a contiguous placement joined into one.
+
+    ``0 | 1 | 2 | 3`` on ranks ``0 0 1 1``  -->  ``0+1 | 2+3`` on ranks ``0 1``
+
+    Times and bytes of joined stages add up. The host overhead counts once per action, so a joined stage's F,
+    B, W and BW carry it for every further stage as well. Edges between two joined stages become one with
+    their bytes added; edges within one disappear. A stage that is joined with none stays as it is.
+
+    Parameters
+    ----------
+    problem
+        The problem; its own placement does not matter.
+    placement
+        Rank of every stage, never falling from a stage to the next.
+
+    Returns
+    -------
+    Problem
+        One stage per rank, with the caps, links, objective and transport of ``problem``.
+
+    Raises
+    ------
+    UsageError
+        The placement is not contiguous.
+    """
+    profile, rank_of = problem.profile, placement.rank_of
+    if list(rank_of) != sorted(rank_of) or len(rank_of) != profile.num_stages:
+        raise UsageError("only neighbouring stages can be joined", given=list(rank_of))
+    stages = tuple(
+        _joined([profile.stages[s] for s in placement.stages_of(rank)], profile.overhead_ns)
+        for rank in range(placement.num_ranks)
+    )
+    flows: dict[tuple[int, int], Edge] = {}
+    for edge in profile.edges:
+        pair = rank_of[edge.source], rank_of[edge.target]
+        if pair[0] == pair[1]:
+            continue
+        known = flows.get(pair, Edge(*pair, has_gradient=False))
+        flows[pair] = Edge(
+            *pair,
+            known.forward_bytes + edge.forward_bytes,
+            known.backward_bytes + edge.backward_bytes,
+            known.has_gradient or edge.has_gradient,
+        )
+    coarse = replace(profile, stages=stages, edges=tuple(flows.values()))
+    return problem.with_(profile=coarse, placement=Placement.linear(placement.num_ranks))
+
+
+def _joined(stages: list[StageCost], overhead_ns: int) -> StageCost:
+    """Return one stage that costs what several neighbours cost together."""
+    if len(stages) == 1:
+        return stages[0]
+    more = (len(stages) - 1) * overhead_ns
+    return StageCost(
+        sum(s.forward_ns for s in stages) + more,
+        sum(s.backward_input_ns for s in stages) + more,
+        sum(s.backward_weight_ns for s in stages) + more,
+        sum(s.full_backward_ns for s in stages) + more,
+        sum(s.saved_bytes for s in stages),
+        sum(s.saved_for_weight_bytes for s in stages),
+        sum(s.static_bytes for s in stages),
+    )
