@@ -3,9 +3,9 @@
     python benchmarks/same_plans.py > before.txt
     python benchmarks/same_plans.py | diff before.txt -
 
-Every row ends by proof or by counted tries; the last column says which (`proved`, `counted`). `TIME` means that the
-limit cut the row off, and then it says nothing. Columns: name, value, bound, digest of the order, end. Seconds go
-to standard error.
+Every row ends by proof or by counted tries; the last column says which (`proved`, `counted`). `TIME` means
+that the limit cut the row off, and then it says nothing. Columns: name, value, bound, digest of the order,
+end. Seconds go to standard error.
 """
 
 from __future__ import annotations

@@ -1,19 +1,26 @@
 """Replace calls of a joint graph by cheaper ones with the same bits: what autograd's formulas leave behind.
 
-``joint graph --> joint graph``. A view of a view is one view; the sum of gradients of slices that cover a
-tensor is their concatenation; a scalar factor of a broadcast value is applied before it is broadcast; a sum
-or product that is copied into another layout is computed in that layout, when one of its arguments has it.
+``joint graph --> joint graph``. Contract in: a traced graph with fake values. Contract out: the same bits,
+and the roles of the joint graph follow its values::
+
+    x.t().t()                                      -->   x
+    x.view(a).view(b)                              -->   x.view(b)
+    x.expand(shape) / c                            -->   (x / c).expand(shape)
+    slice_backward(a) + slice_backward(b)          -->   cat([a, b]) + 0.0
+    (a + b).clone(), if (b + a) has the layout     -->   (b + a).clone(), which `simplify` removes
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeGuard, cast
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import Argument, Target
 
+from zbcompile.passes.joint.nodes import has_static_shape, is_elementwise, node_argument
 from zbcompile.passes.torch_private import JointGraph, OpOverload, evaluate_fake
 
 __all__ = ["rewrite_exactly"]
@@ -27,12 +34,12 @@ _COMMUTING = (aten.add.Tensor, aten.mul.Tensor)
 
 
 def rewrite_exactly(joint: JointGraph) -> None:
-    """Apply all rewrites in place; the roles of ``joint`` follow. Dead calls are left to `simplify`."""
+    """Apply all rewrites in place. Calls that nothing reads afterwards are left to `simplify`."""
     graph = joint.module.graph
     roles = (joint.outputs, joint.mutations, joint.gradients)
     slices = _Slices()
     for node in list(graph.nodes):
-        if node.op != "call_function" or not _is_static(node.meta.get("val")):
+        if node.op != "call_function" or not has_static_shape(node.meta.get("val")):
             continue
         _choose_layout(node)
         for rule in (_undone_swap, _view_of_view, _scaled_before_expand, slices.joined):
@@ -49,7 +56,7 @@ def _undone_swap(graph: Graph, node: Node) -> Node | None:
     inner = _call_of(node.args[0], _SWAPS) if node.target in _SWAPS else None
     if inner is None or inner.target is not node.target or inner.args[1:] != node.args[1:]:
         return None
-    source: Any = inner.args[0]
+    source = node_argument(inner, 0)
     return source if _same_form(source.meta["val"], node.meta["val"]) else None
 
 
@@ -58,7 +65,7 @@ def _view_of_view(graph: Graph, node: Node) -> Node | None:
     inner = _call_of(node.args[0], _VIEWS) if node.target in _VIEWS else None
     if inner is None:
         return None
-    return _made(graph, node, aten.view.default, (inner.args[0], node.args[1]))
+    return _insert_call(graph, node, aten.view.default, (inner.args[0], node.args[1]))
 
 
 def _scaled_before_expand(graph: Graph, node: Node) -> Node | None:
@@ -66,15 +73,15 @@ def _scaled_before_expand(graph: Graph, node: Node) -> Node | None:
     wide = _call_of(node.args[0], (aten.expand.default,)) if node.target in _BY_SCALAR else None
     if wide is None or not isinstance(node.args[1], int | float):
         return None
-    source: Any = wide.args[0]
+    source = node_argument(wide, 0)
     narrow = evaluate_fake(node, (source.meta["val"], node.args[1]))
     expanded = None if narrow is None else evaluate_fake(wide, (narrow, *wide.args[1:]))
     if expanded is None or expanded.dtype != node.meta["val"].dtype or expanded.is_complex():
         return None
-    if not all(_is_elementwise(user) and _keeps_form(user, node, expanded) for user in node.users):
+    if not all(is_elementwise(user) and _keeps_form(user, node, expanded) for user in node.users):
         return None
     with graph.inserting_before(node):
-        scaled = graph.call_function(node.target, (source, node.args[1]))  # type: ignore[arg-type]
+        scaled = graph.call_function(cast("OpOverload", node.target), (source, node.args[1]))
         made = graph.call_function(aten.expand.default, (scaled, *wide.args[1:]))
     scaled.meta, made.meta = {**node.meta, "val": narrow}, {**node.meta, "val": expanded}
     return made
@@ -83,14 +90,15 @@ def _scaled_before_expand(graph: Graph, node: Node) -> Node | None:
 class _Slices:
     """``slice_backward(a) + slice_backward(b) + ...`` whose slices cover one dimension --> ``cat + 0.0``.
 
-    Each element is one gradient plus zeros, which changes nothing but the sign of -0.0: so does ``+ 0.0``.
+    Each element is one gradient plus zeros. Adding zero changes nothing but the sign of -0.0, and so does
+    ``+ 0.0``.
     """
 
     def __init__(self) -> None:
         self._terms: dict[Node, list[Node]] = {}
 
     def joined(self, graph: Graph, node: Node) -> Node | None:
-        """The concatenation, once ``node`` adds the last slice."""
+        """Return the concatenation, once ``node`` adds the last slice."""
         if node.target is aten.slice_backward.default:
             self._terms[node] = [node]
         if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
@@ -105,24 +113,28 @@ class _Slices:
         pieces = _in_order(terms)
         if not pieces or not node.meta["val"].is_floating_point():
             return None
-        joined = _made(graph, node, aten.cat.default, (pieces, dim), exact=False)
+        joined = _insert_call(graph, node, aten.cat.default, (pieces, dim), exact=False)
         if joined is None or joined.meta["val"].shape != node.meta["val"].shape:
             return None
-        return _made(graph, node, aten.add.Tensor, (joined, 0.0))
+        return _insert_call(graph, node, aten.add.Tensor, (joined, 0.0))
 
 
-def _in_order(terms: Sequence[Node]) -> list[Any]:
-    """The gradients of slices of step 1 in the order of the dimension they cover; empty if they do not."""
+def _in_order(terms: Sequence[Node]) -> list[Node]:
+    """Return the gradients of slices of step 1 in the order of the dimension that they cover.
+
+    The list is empty if they do not cover it.
+    """
     _, shape, dim, *_ = terms[0].args
     if any(t.args[1:3] != (shape, dim) or t.args[5] != 1 for t in terms):
         return []
     if not all(isinstance(bound, int) for t in terms for bound in t.args[3:5]):
         return []
-    extent: Any = shape[dim]  # type: ignore[index]
+    extent = cast("Sequence[int]", shape)[cast("int", dim)]
     ranges = {t: slice(*t.args[3:5]).indices(extent)[:2] for t in terms}
     ordered = sorted(terms, key=lambda t: ranges[t])
     starts, stops = [ranges[t][0] for t in ordered], [ranges[t][1] for t in ordered]
-    return [t.args[0] for t in ordered] if starts == [0, *stops[:-1]] and stops[-1] == extent else []
+    covered = starts == [0, *stops[:-1]] and stops[-1] == extent
+    return [node_argument(t, 0) for t in ordered] if covered else []
 
 
 def _choose_layout(node: Node) -> None:
@@ -130,16 +142,16 @@ def _choose_layout(node: Node) -> None:
     if node.target is not aten.clone.default:
         return
     chain: list[Node] = []
-    source: Any = node.args[0]
+    source = node_argument(node, 0)
     while source.target in _RELAYOUTS and len(source.users) == 1:
         chain.insert(0, source)
-        source = source.args[0]
+        source = node_argument(source, 0)
     if source.target not in _COMMUTING or source.kwargs or len(source.users) > 1:
         return
     if source.meta["val"].is_complex():  # products of complex numbers are rounded by order
         return
     first, second = source.args
-    if not all(isinstance(a, Node) and _same_kind(a.meta["val"], source.meta["val"]) for a in source.args):
+    if not (_is_like(first, source) and _is_like(second, source)):
         return
     values = [evaluate_fake(source, (second.meta["val"], first.meta["val"]))]
     for call in chain:
@@ -151,36 +163,38 @@ def _choose_layout(node: Node) -> None:
         call.meta["val"] = value
 
 
-def _call_of(value: Any, targets: tuple[Any, ...]) -> Node | None:
-    known = isinstance(value, Node) and value.target in targets and _is_static(value.meta.get("val"))
-    return value if known else None
+def _call_of(value: Argument, targets: Sequence[Target]) -> Node | None:
+    known = isinstance(value, Node) and value.target in targets and has_static_shape(value.meta.get("val"))
+    return cast("Node", value) if known else None
 
 
-def _is_elementwise(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+def _is_like(argument: Argument, call: Node) -> TypeGuard[Node]:
+    """Return whether an argument is a node of the shape and dtype of the call's result."""
+    return isinstance(argument, Node) and _same_kind(argument.meta["val"], call.meta["val"])
 
 
-def _is_static(value: Any) -> bool:
-    """A tensor whose shape and strides do not depend on data."""
-    return isinstance(value, Tensor) and all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+def _same_kind(value: object, other: Tensor) -> TypeGuard[Tensor]:
+    return has_static_shape(value) and value.shape == other.shape and value.dtype == other.dtype
 
 
-def _same_kind(value: Any, other: Tensor) -> bool:
-    return _is_static(value) and value.shape == other.shape and value.dtype == other.dtype
-
-
-def _same_form(value: Any, other: Tensor) -> bool:
-    return _same_kind(value, other) and bool(value.stride() == other.stride())
+def _same_form(value: object, other: Tensor) -> bool:
+    return _same_kind(value, other) and value.stride() == other.stride()
 
 
 def _keeps_form(user: Node, argument: Node, value: Tensor) -> bool:
-    """Whether ``user`` gives the same shape, strides and dtype when ``argument`` becomes ``value``."""
+    """Return whether ``user`` gives the same shape, strides and dtype when ``argument`` becomes ``value``."""
     given = torch.fx.map_arg(user.args, lambda n: value if n is argument else n.meta["val"])
-    return _is_static(user.meta["val"]) and _same_form(evaluate_fake(user, given), user.meta["val"])
+    result = user.meta["val"]
+    return has_static_shape(result) and _same_form(evaluate_fake(user, given), result)
 
 
-def _made(graph: Graph, node: Node, target: Any, args: tuple[Any, ...], *, exact: bool = True) -> Node | None:
-    """A new call before ``node``; with ``exact`` only if it has the form of ``node``, else None."""
+def _insert_call(
+    graph: Graph, node: Node, target: OpOverload, args: tuple[Argument, ...], *, exact: bool = True
+) -> Node | None:
+    """Insert a call before ``node``; with ``exact`` only if its value has the form of ``node``'s.
+
+    Returns None where nothing is inserted.
+    """
     with graph.inserting_before(node):
         made = graph.call_function(target, args)
     value = evaluate_fake(made, torch.fx.map_arg(args, lambda n: n.meta["val"]))

@@ -1,13 +1,16 @@
-"""Views of values whose layout torch does not foretell: made to work for every layout.
+"""Let a view take any memory layout, where torch does not foretell the layout of what it views.
 
-An element-wise call on arguments of different layouts may give another layout than its fake twin (for
-instance ``softplus_backward`` of a transposed and a dense tensor), and a traced ``view`` of it then fails.
-``view(x) --> reshape(x)`` there, which copies only if it must.
+``joint graph --> joint graph``. Contract in: a traced graph with fake values. Contract out: the same values,
+and no view that fails when it runs::
+
+    softplus_backward(g, x).view(shape)   -->   softplus_backward(g, x).reshape(shape)
+
+An element-wise call on arguments of different layouts may give another layout than it gives for fake tensors
+(for instance ``softplus_backward`` of a transposed and a dense tensor), and a traced ``view`` of it then
+fails. ``reshape`` copies only where it must.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +20,13 @@ __all__ = ["flexible_views"]
 
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
 _OWN_LAYOUT = ("batch_norm", "group_norm", "instance_norm", "convolution", "pool", "upsample", "interpolate")
-"""Parts of the names of calls that keep, or not, the layout of an argument that is not contiguous."""
+"""Parts of the names of calls that may or may not keep the layout of an argument that is not contiguous."""
 _DENSE = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.", "aten.clone.", "aten.embedding")
+"""Starts of the names of calls whose results have the layout that torch foretells."""
 
 
 def flexible_views(graph: Graph) -> int:
-    """Change the graph in place; returns how many views were changed."""
+    """Change the graph in place and return how many views were changed."""
     uncertain: set[Node] = set()
     changed = 0
     for node in graph.nodes:
@@ -38,8 +42,8 @@ def flexible_views(graph: Graph) -> int:
 
 
 def _layouts_differ(node: Node) -> bool:
-    """Whether tensors of one shape come in with different strides, or one that a kernel may lay out anew."""
-    values: list[Any] = [argument.meta.get("val") for argument in node.all_input_nodes]
+    """Return whether tensors of one shape come in with different strides, or one that the kernel may copy."""
+    values = [argument.meta.get("val") for argument in node.all_input_nodes]
     tensors = [v for v in values if isinstance(v, Tensor) and v.layout is torch.strided and v.dim() > 1]
     first = next(iter(tensors), None)
     if any(part in str(node.target) for part in _OWN_LAYOUT):

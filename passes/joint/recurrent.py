@@ -1,50 +1,60 @@
 """Recurrent layers on the CPU with the bits that eager gives.
 
-On fake tensors ``aten.lstm`` takes itself apart into matmuls, which rounds differently. Eager calls
-oneDNN's fused layer; `lstm` makes the same calls, so that a split stage equals eager to the bit. One
-fused call is indivisible: its backward is wholly in B. `_gru_layer` computes the gates in the layout of
-eager's, whose vector kernels end with each row. torch's own way of taking layers apart forgets the dropout
-between them; `layered` calls one layer at a time.
+``aten.lstm / gru / rnn call --> function for the joint trace``. On fake tensors ``aten.lstm`` is taken apart
+into matmuls, which round differently. Eager calls oneDNN's fused layer; `fused_lstm` makes the same calls, so
+that a split stage equals eager to the bit. One fused call is indivisible: its backward is wholly in B.
+`_gru_layer` computes the gates in the layout of eager's, whose vector kernels end with each row. torch's own
+way of taking several layers apart forgets the dropout between them; `layer_by_layer` calls one at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import Argument
+
+from zbcompile.passes.joint.nodes import node_argument
 
 __all__ = ["keep_workspace", "recurrent"]
 
 _LAYERS = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
-
 _LSTM_MODE = 2
+"""oneDNN's number of the LSTM cell."""
+
+_Layer = Callable[..., Sequence[Tensor]]
+"""A recurrent layer with the arguments of ``aten.gru.input``: returns the output, then the last states."""
 
 
-def recurrent(node: Node) -> Callable[..., Any] | None:
-    """The function that gives eager's bits for this call on the CPU; None where the call itself does."""
+def recurrent(node: Node) -> Callable[..., Argument] | None:
+    """Return the function that gives eager's bits for a call, or None where the call itself does.
+
+    Only recurrent layers and cells on the CPU need one.
+    """
     name = str(node.target)
-    if name not in (*_LAYERS, "aten.gru_cell.default") or node.args[0].meta["val"].device.type != "cpu":  # type: ignore[union-attr]
+    if name not in (*_LAYERS, "aten.gru_cell.default"):
+        return None
+    if node_argument(node, 0).meta["val"].device.type != "cpu":
         return None
     if _is_fused_lstm(node):
-        return lstm
+        return fused_lstm
     if name == "aten.gru_cell.default":
         return _gru_cell
-    rate, train, count = node.args[5], node.args[6], node.args[4]
     if name == "aten.gru.input":
-        return partial(layered, _gru_layer)
-    target: Any = node.target
-    drops = rate and train and count > 1  # type: ignore[operator]
-    return partial(layered, target) if drops else None
+        return partial(layer_by_layer, _gru_layer)
+    num_layers, dropout, train = node.args[4:7]
+    drops = dropout and train and cast("int", num_layers) > 1
+    return partial(layer_by_layer, cast("_Layer", node.target)) if drops else None
 
 
-def layered(
-    target: Callable[..., Any],
+def layer_by_layer(
+    target: _Layer,
     x: Tensor,
-    state: Any,
+    state: Tensor | Sequence[Tensor],
     weights: Sequence[Tensor],
     has_biases: bool,
     num_layers: int,
@@ -53,15 +63,18 @@ def layered(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, ...]:
-    """``target`` layer by layer, sequence first, with dropout between layers."""
+    """Return what ``target`` gives, called for one layer at a time, with dropout between layers.
+
+    The other parameters are those of ``aten.gru.input``; ``state`` is a sequence for an LSTM.
+    """
     directions = 2 if bidirectional else 1
     count = len(weights) // num_layers
-    states = state if isinstance(state, tuple | list) else [state]
+    states = [state] if isinstance(state, Tensor) else state
     last: list[tuple[Tensor, ...]] = []
     hidden = x.transpose(0, 1) if batch_first else x
     for layer in range(num_layers):
         own = [part.narrow(0, layer * directions, directions) for part in states]
-        given = own if isinstance(state, tuple | list) else own[0]
+        given = own[0] if isinstance(state, Tensor) else own
         mine = list(weights[layer * count : (layer + 1) * count])
         hidden, *ends = target(hidden, given, mine, has_biases, 1, 0.0, train, bidirectional, False)
         last.append(tuple(ends))
@@ -74,16 +87,16 @@ def layered(
 def _gru_layer(
     x: Tensor, state: Tensor, weights: Sequence[Tensor], has_biases: bool, *_: object
 ) -> tuple[Tensor, Tensor]:
-    """One layer of ``aten.gru.input``, sequence first, as eager computes it on the CPU."""
+    """Compute one layer of ``aten.gru.input``, sequence first, as eager does on the CPU."""
     per_direction = 4 if has_biases else 2
     outputs, last = [], []
     for direction in range(state.shape[0]):
-        own: list[Any] = list(weights[per_direction * direction : per_direction * (direction + 1)])
-        own += [None] * (4 - per_direction)
-        gates = torch.nn.functional.linear(x, own[0], own[2]).unbind(0)
+        own = list(weights[per_direction * direction : per_direction * (direction + 1)])
+        biases = own[2:] if has_biases else (None, None)
+        gates = torch.nn.functional.linear(x, own[0], biases[0]).unbind(0)
         h, steps = state[direction], []
         for gate in reversed(gates) if direction else gates:
-            h = _gru_step(gate, h, own[1], own[3])
+            h = _gru_step(gate, h, own[1], biases[1])
             steps.append(h)
         outputs.append(torch.stack(steps[::-1] if direction else steps, 0))
         last.append(h)
@@ -102,7 +115,7 @@ def _gru_cell(
 
 
 def _gru_step(gates: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One step. Reset and update gate stay columns of one matrix, as eager's in-place sigmoids have them."""
+    """Compute one step; reset and update gate stay columns of one matrix, as eager's in-place sigmoids do."""
     own = torch.nn.functional.linear(h, weight, bias)
     size = h.shape[-1]
     both = own.narrow(1, 0, 2 * size) + gates.narrow(1, 0, 2 * size)
@@ -112,16 +125,16 @@ def _gru_step(gates: Tensor, h: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 def _is_fused_lstm(node: Node) -> bool:
-    """Whether eager would run this call as oneDNN layers: LSTM, CPU, float32, no projection."""
+    """Return whether eager runs this call as oneDNN layers: LSTM, CPU, float32, no projection."""
     if str(node.target) != "aten.lstm.input" or not torch.backends.mkldnn.enabled:
         return False
-    x, state, weights = (node.args[i] for i in range(3))
-    tensors = [n.meta["val"] for n in (x, *state, *weights)]  # type: ignore[misc]
+    x, state, weights = (node_argument(node, 0), *cast("tuple[Sequence[Node], ...]", node.args[1:3]))
+    tensors: list[Tensor] = [n.meta["val"] for n in (x, *state, *weights)]
     cpu = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
     return cpu and tensors[1].shape[2] == tensors[2].shape[2] and tensors[0].numel() != 0
 
 
-def lstm(
+def fused_lstm(
     x: Tensor,
     state: Sequence[Tensor],
     weights: Sequence[Tensor],
@@ -132,7 +145,7 @@ def lstm(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``aten.lstm.input`` as a sequence of oneDNN layers."""
+    """Return what ``aten.lstm.input`` gives for the same arguments, as a sequence of oneDNN layers."""
     hidden = (x.transpose(0, 1) if batch_first else x).contiguous()
     first_h, first_c = (part.contiguous() for part in state)
     directions = 2 if bidirectional else 1
@@ -144,8 +157,7 @@ def lstm(
             index = layer * directions + direction
             own = list(weights[per_layer * index : per_layer * (index + 1)])
             own += [torch.zeros_like(weight) for weight in own] if not has_biases else []
-            call: Any = torch.ops.aten.mkldnn_rnn_layer.default
-            output, h, c, _ = call(
+            output, h, c, _ = torch.ops.aten.mkldnn_rnn_layer.default(
                 hidden, *own, first_h[index], first_c[index], direction > 0, [], _LSTM_MODE,
                 first_h.shape[2], num_layers, has_biases, bidirectional, batch_first, train,
             )  # fmt: skip
@@ -168,8 +180,8 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 
 
 @torch.library.impl(_LIBRARY, "lstm_layer", "CPU")
-def _lstm_layer(*arguments: Any) -> tuple[Tensor, ...]:
-    """oneDNN's layer with the workspace that its backward reads; under no_grad the kernel makes none."""
+def _lstm_layer(*arguments: object) -> tuple[Tensor, ...]:
+    """Run oneDNN's layer with the workspace that its backward reads; under no_grad the kernel makes none."""
     detached = [a.detach() if isinstance(a, Tensor) else a for a in arguments]
     with torch.enable_grad():
         results = torch.ops.aten.mkldnn_rnn_layer.default(*detached)
@@ -177,14 +189,14 @@ def _lstm_layer(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 @torch.library.register_fake("zbcompile::lstm_layer", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _fake_lstm_layer(*arguments: Any) -> tuple[Tensor, ...]:
+def _fake_lstm_layer(*arguments: object) -> tuple[Tensor, ...]:
     return torch.ops.aten.mkldnn_rnn_layer.default(*arguments)  # type: ignore[no-any-return]
 
 
 def keep_workspace(node: Node) -> None:
     """Make a traced oneDNN layer produce its workspace when it runs without autograd.
 
-    The traced workspace has no size; one run on zeros tells the true one, for the bytes held.
+    The traced workspace has no size. One run on zeros tells the true one, for the bytes held.
     """
     if str(node.target) != "aten.mkldnn_rnn_layer.default":
         return

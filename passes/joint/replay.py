@@ -1,31 +1,52 @@
-"""A stage's captured graph as a function again, for the joint trace: same calls, same modes, same order."""
+"""A stage's captured graph as a function again, to trace forward and backward through it.
+
+``StageSource.module --> nn.Module``. Contract out: the same calls under the same autocast and grad modes in
+the same order, and results that autograd's tracing can take: no two of them share storage.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.fx.node import Argument
 
 from zbcompile.passes import torch_private
 from zbcompile.passes.capture.captured import Region
 from zbcompile.passes.capture.custom_functions import FunctionCall, is_function_call
-from zbcompile.passes.joint.gradient_layouts import Order, laid_out
+from zbcompile.passes.joint.gradient_layouts import GradientLayout, in_layout
 from zbcompile.passes.joint.recurrent import recurrent
 
 __all__ = ["Replay"]
 
 
 class Replay(nn.Module):
-    """Runs a graph call by call under the autocast and grad modes recorded per node.
+    """Runs a graph call by call under the autocast and grad modes that each node records.
 
-    Outputs whose position is not in ``live`` are detached; an output that shares storage with an
-    argument or an earlier output is cloned (autograd's tracing loses the gradient of such a pair).
-    Those in ``orders`` are copied into that layout (see `tangents`).
+    An output that shares storage with an argument or an earlier output is cloned: autograd's tracing loses
+    the gradient of such a pair.
+
+    Parameters
+    ----------
+    module
+        The graph of a stage.
+    functions
+        The custom Functions that its calls of ``zbcompile::function`` stand for.
+    live
+        Positions of the outputs that take a gradient; the others are detached.
+    layouts
+        Output -> layout that its gradient arrives in; the output is copied into it (see `gradient_layouts`).
+
+    Attributes
+    ----------
+    running
+        The call that is running; after a failure, the one that failed.
+    steps
+        Name of autograd's backward step -> the first call that made one.
     """
 
     def __init__(
@@ -33,24 +54,22 @@ class Replay(nn.Module):
         module: GraphModule,
         functions: Mapping[int, FunctionCall],
         live: frozenset[int],
-        orders: Mapping[int, Order] = MappingProxyType({}),
+        layouts: Mapping[int, GradientLayout],
     ) -> None:
         super().__init__()
         self.graph = module.graph
-        self.attributes = {
+        self.attributes: dict[str, Argument] = {
             str(node.target): getattr(module, str(node.target))
             for node in module.graph.nodes
             if node.op == "get_attr"
         }
-        self.live, self.orders = live, orders
+        self.live, self.layouts = live, layouts
         self.functions = functions
         self.running: Node | None = None
-        """The call that is running: after a failure the one that failed."""
         self.steps: dict[str, Node] = {}
-        """Name of autograd's step backwards -> the first call that made one."""
 
     def forward(self, *arguments: Tensor) -> tuple[Tensor, ...]:
-        values: dict[Node, Any] = {}
+        values: dict[Node, Argument] = {}
         given = iter(arguments)
         with _Regions() as regions:
             for node in self.graph.nodes:
@@ -67,19 +86,20 @@ class Replay(nn.Module):
                     if step is not None:
                         self.steps.setdefault(step.name(), node)
         self.running = None
-        results: Any = self.graph.output_node().args[0]
-        outputs = [values[node] for node in results]
-        return self._separate(outputs, arguments)
+        results = cast("Sequence[Node]", self.graph.output_node().args[0])
+        return self._separate([cast("Tensor", values[node]) for node in results], arguments)
 
-    def _call(self, node: Node, values: dict[Node, Any]) -> Any:
-        args: Any = torch.fx.map_arg(node.args, lambda n: values[n])
-        kwargs: Any = torch.fx.map_arg(node.kwargs, lambda n: values[n])
+    def _call(self, node: Node, values: Mapping[Node, Argument]) -> Argument:
+        args = torch.fx.map_arg(node.args, lambda n: values[n])
+        kwargs = torch.fx.map_arg(node.kwargs, lambda n: values[n])
         if is_function_call(node.target):
-            return self.functions[args[0]](args[1])
-        target: Callable[..., Any] = recurrent(node) or node.target  # type: ignore[assignment]
+            key, tensors = args
+            return self.functions[cast("int", key)](cast("Sequence[Tensor]", tensors))
+        target = recurrent(node) or cast("Callable[..., Argument]", node.target)
         return target(*args, **kwargs)
 
-    def _separate(self, outputs: list[Tensor], arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _separate(self, outputs: Sequence[Tensor], arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the outputs detached, cloned and laid out as the class says."""
         seen = {torch_private.storage_key(argument) for argument in arguments}
         results = []
         for position, output in enumerate(outputs):
@@ -88,19 +108,20 @@ class Replay(nn.Module):
             if torch_private.storage_key(output) in seen:
                 output = output.clone()
             seen.add(torch_private.storage_key(output))
-            order = self.orders.get(position)
-            results.append(output if order is None else laid_out(output, order))
+            layout = self.layouts.get(position)
+            results.append(output if layout is None else in_layout(output, layout))
         return tuple(results)
 
 
 class _Regions(contextlib.ExitStack):
-    """The open modes; `enter` closes and opens what differs from the wanted nesting."""
+    """The modes that are open."""
 
     def __init__(self) -> None:
         super().__init__()
         self._open: list[tuple[Region, contextlib.ExitStack]] = []
 
     def enter(self, wanted: tuple[Region, ...]) -> None:
+        """Close and open the modes that differ from the wanted nesting."""
         shared = 0
         while shared < min(len(wanted), len(self._open)) and self._open[shared][0] == wanted[shared]:
             shared += 1

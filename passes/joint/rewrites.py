@@ -1,29 +1,44 @@
-"""Changes to a joint graph that keep every bit and let B and W be told apart.
+"""Rewrite a joint graph so that B and W can be told apart, without changing a bit.
 
-``joint graph --> joint graph``: fused convolution backward becomes one call per gradient; training-mode
-batch norm backward forgets the running statistics it never reads; every parameter gradient gets
-storage of its own; checks without results go.
+``joint graph --> joint graph``. Contract in: a simplified joint graph. Contract out: the same bits; each
+parameter's gradient has storage of its own, and no call makes gradients of inputs and of parameters at once::
+
+    dx, dw, db = convolution_backward(...)     -->   dx = convolution_backward(..., mask [1, 0, 0])
+                                                     dw, db = convolution_backward(..., mask [0, 1, 1])
+    batch_norm_backward(..., mean, var, ...)   -->   batch_norm_backward(..., None, None, ...) in training
+    checks without results                     -->   removed
+
+Batch norm's backward never reads the running statistics in training mode; without them F need not keep them.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import cast
 
 import torch
 from torch.fx import Graph, Node
 
-from zbcompile.passes.aliasing import viewed_arguments
+from zbcompile.passes.joint.nodes import storage_root
 from zbcompile.passes.joint.recurrent import keep_workspace
 from zbcompile.passes.torch_private import JointGraph
 
-__all__ = ["rewrite", "storage_root"]
+__all__ = ["rewrite"]
 
 _CHECKS = ("aten._assert_", "aten.sym_constrain_range", "aten._check")
 
 
-def rewrite(joint: JointGraph, parameters: set[int]) -> None:
-    """Apply all rewrites in place; ``parameters`` are the argument positions that are parameters."""
+def rewrite(joint: JointGraph, state: Collection[int]) -> None:
+    """Apply all rewrites in place.
+
+    Parameters
+    ----------
+    joint
+        The graph; its roles follow the values.
+    state
+        Positions of the arguments that are parameters or buffers.
+    """
     graph = joint.module.graph
     for node in list(graph.nodes):
         name = str(node.target)
@@ -36,12 +51,12 @@ def rewrite(joint: JointGraph, parameters: set[int]) -> None:
             _split_convolution(graph, node)
         elif name == "aten.native_batch_norm_backward.default" and node.args[7]:
             node.args = (*node.args[:3], None, None, *node.args[5:])
-    _own_storage(joint, parameters)
+    _own_storage(joint, state)
 
 
 def _split_convolution(graph: Graph, node: Node) -> None:
-    """(dx, dw, db) in one call --> dx alone in one call, dw and db in another, by output mask."""
-    mask: Any = node.args[10]
+    """``dx, dw, db`` in one call --> ``dx`` in one call, ``dw`` and ``db`` in another, by output mask."""
+    mask = cast("Sequence[bool]", node.args[10])
     picks = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if not (mask[0] and 0 in picks and (1 in picks or 2 in picks)) or len(picks) != len(node.users):
         return
@@ -55,27 +70,14 @@ def _split_convolution(graph: Graph, node: Node) -> None:
     graph.erase_node(node)
 
 
-def storage_root(node: Node) -> Node:
-    """The value whose storage a view chain ends in; of several candidates the first argument's."""
-    while True:
-        viewed = viewed_arguments(node)
-        if not viewed or (node.target is operator.getitem and not viewed_arguments(viewed[0])):
-            return node
-        node = viewed[0]
-
-
-def _own_storage(joint: JointGraph, parameters: set[int]) -> None:
-    """Clone a parameter gradient that shares storage with another gradient, an argument or a saved value."""
+def _own_storage(joint: JointGraph, state: Collection[int]) -> None:
+    """Clone a parameter's gradient that shares storage with another gradient or an argument."""
     graph = joint.module.graph
     output = graph.output_node()
-    taken = {
-        storage_root(value)
-        for position, value in joint.gradients.items()
-        if position not in parameters and value is not None
-    }
+    taken = {storage_root(value) for position, value in joint.gradients.items() if position not in state}
     for position in sorted(joint.gradients):
         value = joint.gradients[position]
-        if position not in parameters or value is None:
+        if position not in state:
             continue
         root = storage_root(value)
         if root in taken or root.op == "placeholder":

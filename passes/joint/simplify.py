@@ -1,22 +1,28 @@
 """Remove calls of a joint graph that change nothing: repeated calls, copies and aliases of a value.
 
-``joint graph --> joint graph`` with the same bits. A call is repeated when an earlier one has the same
-target and arguments; only calls of the same phase are joined, so that what the model recomputes in its
-backward on purpose (``torch.utils.checkpoint``) is still recomputed.
+``joint graph --> joint graph``. Contract in: a traced graph with fake values. Contract out: the same bits,
+and no call that is pure and unread::
+
+    x.detach()                                     -->   x
+    x.clone(), of a storage nobody writes to       -->   x
+    a = x.sin(); b = x.sin()                       -->   a = b = x.sin()
+
+A call is repeated when an earlier one has the same target and arguments. Only calls of the same phase are
+joined, so that what the model recomputes in its backward on purpose (``torch.utils.checkpoint``) is still
+recomputed.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import Argument
 
 from zbcompile.passes.aliasing import is_random
-from zbcompile.passes.joint.rewrites import storage_root
-from zbcompile.passes.joint.walks import past
+from zbcompile.passes.joint.nodes import ancestors, node_argument, storage_root
 from zbcompile.passes.torch_private import JointGraph, OpOverload, schema
 
 __all__ = ["simplify"]
@@ -34,20 +40,36 @@ _RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.expand.defa
 
 
 def simplify(joint: JointGraph) -> None:
-    """Apply all simplifications in place; the roles of ``joint`` follow."""
+    """Apply all simplifications in place. Values that have a role in ``joint`` keep their calls."""
     _Simplifier(joint).run()
 
 
 class _Simplifier:
+    """One run over a joint graph; the attributes are what all simplifications ask.
+
+    Attributes
+    ----------
+    boundary
+        Values with a role: outputs, changed arguments, gradients.
+    boundary_roots
+        Owners of their storages.
+    forward
+        What outputs and changed arguments are computed from.
+    changed
+        Arguments that the caller changes.
+    known
+        Target, phase and arguments of a call -> the first such call.
+    """
+
     def __init__(self, joint: JointGraph) -> None:
         self.joint = joint
         self.graph = joint.module.graph
         ends = (joint.outputs, joint.mutations, joint.gradients)
-        self.boundary = {value for role in ends for value in role.values() if isinstance(value, Node)}
-        self.forward = past([*joint.outputs.values(), *joint.mutations.values()])
+        self.boundary: set[Node] = {value for role in ends for value in role.values()}
+        self.forward = ancestors([*joint.outputs.values(), *joint.mutations.values()])
         self.boundary_roots = {storage_root(node) for node in self.boundary}
         self.changed = {joint.arguments[i] for i in joint.mutations}
-        self.known: dict[Any, Node] = {}
+        self.known: dict[Hashable, Node] = {}
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -70,19 +92,21 @@ class _Simplifier:
         return (name in _COPIES or _is_first_power(node)) and self._is_idle_copy(node)
 
     def _is_idle_copy(self, node: Node) -> bool:
-        """A clone with the layout of its argument, of a whole storage that nobody writes to. A copy that
-        keeps a result apart from an argument stays."""
-        argument: Any = node.args[0]
+        """Return whether a clone has the layout of its argument and nobody writes to that whole storage.
+
+        A copy that keeps a result apart from an argument is not idle.
+        """
+        argument = node_argument(node, 0)
         root = storage_root(argument)
         if root in self.changed or (root.op == "placeholder" and node in self.boundary_roots):
             return False
         if not _same_layout(node, argument):
             return False
-        value = argument.meta["val"]
+        value: Tensor = argument.meta["val"]
         return bool(value.untyped_storage().nbytes() == value.numel() * value.element_size())
 
     def _earlier(self, node: Node) -> Node | None:
-        """An earlier call with the same result, or None (then later ones may find this one)."""
+        """Return an earlier call with the same result, or None; later calls may then find this one."""
         if not _is_pure(node) or _owns_copy(node):
             return None
         key = (node.target, node in self.forward, _frozen(node.args), _frozen(node.kwargs))
@@ -94,7 +118,7 @@ class _Simplifier:
 
 
 def _is_pure(node: Node) -> bool:
-    """A call whose result depends on its arguments alone and that does nothing else."""
+    """Return whether the result depends on the arguments alone and the call does nothing else."""
     if node.target is operator.getitem:
         return True
     target = node.target
@@ -106,16 +130,17 @@ def _is_pure(node: Node) -> bool:
 
 
 def _owns_copy(node: Node) -> bool:
-    """Copies and fresh buffers that exist to have storage of their own."""
+    """Return whether a call is there to have storage of its own."""
     return str(node.target) in _COPIES
 
 
 def _is_first_power(node: Node) -> bool:
-    """``x ** 1.0``, as the gradient of a square has it: torch copies."""
+    """Return whether a call is ``x ** 1.0``, which torch copies; the gradient of a square has it."""
     return str(node.target) == "aten.pow.Tensor_Scalar" and bool(node.args[1] == 1)
 
 
-def _same_layout(node: Node, other: Any) -> bool:
+def _same_layout(node: Node, other: Argument) -> bool:
+    """Return whether two nodes have the same shape, strides, dtype and lazy bits."""
     mine, theirs = node.meta.get("val"), other.meta.get("val") if isinstance(other, Node) else None
     if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
         return False
@@ -128,16 +153,16 @@ def _same_layout(node: Node, other: Any) -> bool:
     )
 
 
-def _known_equal(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Equal extents; one that depends on data equals itself alone."""
+def _known_equal(mine: Sequence[object], theirs: Sequence[object]) -> bool:
+    """Return whether extents are equal; one that depends on data equals only itself."""
     return len(mine) == len(theirs) and all(
         a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
         for a, b in zip(mine, theirs, strict=True)
     )
 
 
-def _frozen(value: Any) -> Any:
-    """Arguments as something that can be compared: 1, 1.0 and True stay apart."""
+def _frozen(value: object) -> Hashable:
+    """Return arguments as something that can be compared; 1, 1.0 and True stay apart."""
     if isinstance(value, tuple | list):
         return (type(value).__name__, *(_frozen(item) for item in value))
     if isinstance(value, dict):

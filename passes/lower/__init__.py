@@ -1,0 +1,1 @@
+"""From an order to programs: merge backwards, insert the communication, emit one program per rank."""

@@ -1,30 +1,31 @@
-"""Code: an order -> one readable Python program per rank. The emitted text is what runs.
+"""Emit an order as one readable Python program per rank. The emitted text is what runs.
 
-``Schedule with communication --> tuple of texts``. Contract in: `zbcompile.schedule.check` has passed. Contract out:
-the program of rank r does the actions of ``schedule.order[r]`` in that order and nothing else, then waits for
-its sends and reduces its gradients. The longest stretch that repeats with microbatches moved on becomes a
-loop::
+``order with communication --> one text per rank``. Contract in: `zbcompile.schedule.check` has passed.
+Contract out: the program of rank r does the actions of ``schedule.order[r]`` in that order and nothing else,
+then waits for its sends and reduces its gradients. Stretches that repeat with other microbatches become loops
+(`fold`)::
 
     1F0 1B0 1W0 1F1 1B1 1W1 1F2 ...   -->   for i in range(3): forward(1, i); backward_input(1, i); ...
 
-A verb that may have to wait is a generator, called with ``yield from``: what it yields is the message that it
-waits for. So the same text runs in one process, ranks taking turns, and with one process per rank.
+A verb that may have to wait is a generator, called with ``yield from``; it yields the message that it waits
+for. So the same text runs in one process, where ranks take turns, and with one process per rank.
 
-Nothing but words of this file and integers reaches the text, whatever file the schedule came from.
+Nothing but words of this file and integers reaches the text, whatever file the schedule came from. No torch
+is loaded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from zbcompile.errors import UsageError
+from zbcompile.passes.lower.fold import Loop, fold
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, simulate
 from zbcompile.schedule.solution import Certificate
 
-__all__ = ["Loop", "emit", "fold"]
+__all__ = ["emit"]
 
 _VERBS = {
     Kind.FORWARD: "yield from rank.forward",
@@ -37,22 +38,6 @@ _VERBS = {
     Kind.RECV_B: "rank.recv_backward",
 }
 _SETTLE = {"rendezvous": "yield from rank.settle_sends()", "batched": "yield from rank.settle()"}
-_LONGEST_PERIOD = 128
-_FEWEST_REPEATS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """``body`` done ``count`` times, its microbatches moved on by ``step`` each time."""
-
-    body: tuple[Action | None, ...]
-    count: int
-    step: int
-
-    @property
-    def saved(self) -> int:
-        """Actions that need no line of their own."""
-        return len(self.body) * (self.count - 1)
 
 
 def emit(
@@ -61,21 +46,31 @@ def emit(
     certificate: Certificate | None = None,
     send_slots: int | None = None,
 ) -> tuple[str, ...]:
-    """The program of every rank; the same arguments give the same bytes.
+    """Return the program of every rank; the same arguments give the same bytes.
 
-    send_slots : messages that may be on their way per channel before the sender waits (None: any number).
+    Parameters
+    ----------
+    schedule, problem
+        The order with its communication, and what it is for.
+    certificate
+        Its bound goes into the header.
+    send_slots
+        Messages that may be on their way per channel before the sender waits; None: any number.
+
+    Raises
+    ------
+    UsageError
+        Stages on different ranks have an edge, and the order has no messages.
     """
-    if not schedule.has_communication and any(True for _ in _remote_edges(problem)):
+    if not schedule.has_communication and _crosses_ranks(problem):
         raise UsageError("a program needs its sends and receives", fix="run insert_comm first")
     timeline = simulate(schedule, problem)
     return tuple(_program(rank, timeline, certificate, send_slots) for rank in range(schedule.num_ranks))
 
 
-def _remote_edges(problem: Problem) -> Iterator[tuple[int, int]]:
+def _crosses_ranks(problem: Problem) -> bool:
     rank_of = problem.placement.rank_of
-    for edge in problem.profile.edges:
-        if rank_of[edge.source] != rank_of[edge.target]:
-            yield edge.source, edge.target
+    return any(rank_of[edge.source] != rank_of[edge.target] for edge in problem.profile.edges)
 
 
 def _program(rank: int, timeline: Timeline, certificate: Certificate | None, send_slots: int | None) -> str:
@@ -131,7 +126,7 @@ def _bytes(count: int) -> str:
 
 
 def _with_settles(row: Sequence[Action], transport: str) -> list[Action | None]:
-    """The row with None wherever the transport holds the rank until what it posted is done."""
+    """Return the row with None wherever the transport holds the rank until what it posted is done."""
     if transport == "async":
         return list(row)
     result: list[Action | None] = []
@@ -194,67 +189,3 @@ def _line(action: Action | None, transport: str) -> str:
 def _call(action: Action, microbatch: str) -> str:
     peer = "" if action.peer is None else f", {action.peer}"
     return f"{_VERBS[action.kind]}({action.stage}, {microbatch}{peer})"
-
-
-def fold(row: Sequence[Action | None]) -> list[Action | Loop | None]:
-    """The row with its longest repeating stretches as loops; unrolled it is the row again."""
-    widest = max((abs(a.microbatch) for a in row if a is not None), default=0)
-    return _fold(row, _codes(row, widest), widest)
-
-
-def _fold(row: Sequence[Action | None], codes: Sequence[int], widest: int) -> list[Action | Loop | None]:
-    best, start = _best_loop(row, codes, widest)
-    if best is None:
-        return list(row)
-    end = start + len(best.body) * best.count
-    return [*_fold(row[:start], codes[:start], widest), best, *_fold(row[end:], codes[end:], widest)]
-
-
-def _codes(row: Sequence[Action | None], widest: int) -> list[int]:
-    """A number per action, 0 for a settle: of two that differ by the microbatch alone, that difference apart.
-
-    Any others are more than 2 ``widest`` apart, the largest microbatch.
-    """
-    numbers: dict[tuple[Kind, int, int | None], int] = {}
-    codes = []
-    for action in row:
-        if action is None:
-            codes.append(0)
-        else:
-            number = numbers.setdefault((action.kind, action.stage, action.peer), len(numbers) + 1)
-            codes.append(number * (4 * widest + 1) + action.microbatch)
-    return codes
-
-
-def _best_loop(row: Sequence[Action | None], codes: Sequence[int], widest: int) -> tuple[Loop | None, int]:
-    best: Loop | None = None
-    where = 0
-    for period in range(1, min(_LONGEST_PERIOD, len(row) // _FEWEST_REPEATS) + 1):
-        for start, length, step in _runs(codes, period, widest, best.saved if best else 0):
-            count = length // period + 1
-            if count < _FEWEST_REPEATS or not any(codes[start : start + period]):
-                continue
-            if best is None or period * (count - 1) > best.saved:
-                best, where = Loop(tuple(row[start : start + period]), count, step), start
-    return best, where
-
-
-def _runs(codes: Sequence[int], period: int, widest: int, least: int) -> Iterator[tuple[int, int, int]]:
-    """Stretches longer than ``least`` where what stands a period later is the same with its microbatch moved
-    on, by a step that is the same all along, or a settle again: (start, length, step)."""
-    start, step, end = 0, 0, len(codes) - period
-    for k, (before, after) in enumerate(zip(codes, codes[period:], strict=False)):
-        moved = after - before
-        if moved == step and moved:
-            continue
-        alike = 0 < moved <= 2 * widest or before == after == 0
-        if not alike or (moved and step):
-            if step:
-                yield start, k - start, step
-            start, step = (k, moved) if alike else (k + 1, 0)
-            if end - start <= least:
-                return
-        else:
-            step = step or moved
-    if step:
-        yield start, end - start, step

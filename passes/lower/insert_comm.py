@@ -1,13 +1,14 @@
-"""Communication: where sends and receives stand in the order, and how much may be on its way at once.
+"""Put the communication into an order, and say how many messages may be on their way at once.
 
 ``compute order --> the same order with sends and receives, and the number of send slots``::
 
     0F0 | 1F0   -->   0F0 0SF0>1 | 1RF0<0 1F0
 
-Contract in: a legal compute order. Contract out: the compute actions of each rank are unchanged; the event
-graph with that many receives posted ahead and that many send slots has no cycle (no timing can make it
-hang); of all such pairs it is the smallest that costs no time against unbounded buffers. Both numbers bound
-the memory that messages hold. Rules and proof: `zbcompile.schedule.communication`, docs/runtime.md.
+Contract in: a legal compute order. Contract out: the compute actions of each rank are unchanged, and the
+event graph with that many receives posted ahead and that many send slots has no cycle, so that no timing can
+make it hang. Of all such pairs that are tried it is the smallest that costs no time against unbounded
+buffers. Both numbers bound the memory that messages hold. Rules and proof:
+`zbcompile.schedule.communication`, docs/runtime.md. No torch is loaded.
 """
 
 from __future__ import annotations
@@ -19,87 +20,98 @@ from zbcompile.schedule.communication import insert_communication, insert_in_tot
 from zbcompile.schedule.event_graph import EventGraph, describe_wait
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import timeline_of
 
 __all__ = ["CommSchedule", "insert_comm", "keep_comm"]
 
-_TRIED = ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (3, 3), (4, 4), (8, 8))
+_SLOTS_TRIED = {1: (1, 2), 2: (1, 2), 3: (2, 3), 4: (4,), 8: (8,)}
+"""Receives posted ahead per channel -> send slots that are tried with them; the smallest pairs come first."""
 
 
 @dataclass(frozen=True, slots=True)
 class CommSchedule:
-    """An order with its communication. depth, send_slots : per channel; None: any number.
+    """An order with its communication.
 
-    value_ns : its predicted span or makespan, as the problem's objective says. one_communicator : planned
-    for a single queue of transfers per rank.
+    Attributes
+    ----------
+    schedule
+        The order, sends and receives included.
+    send_slots
+        Messages that may be on their way per channel before the sender waits; None: any number.
+    value_ns
+        Predicted span or makespan, as the problem's objective says.
+    one_communicator
+        Whether it is planned for a single queue of transfers per rank.
     """
 
     schedule: Schedule
-    depth: int | None
     send_slots: int | None
     value_ns: int
     one_communicator: bool = False
 
 
 def insert_comm(schedule: Schedule, problem: Problem, *, one_communicator: bool = False) -> CommSchedule:
-    """Put the sends and receives in. Raises `CheckError` when the transport would deadlock.
+    """Put sends and receives into a compute order.
 
-    one_communicator : for a library that is given a single communicator: one global order of messages.
     The transports ``rendezvous`` and ``batched`` bound what is on its way by themselves.
+
+    Parameters
+    ----------
+    schedule, problem
+        The order and what it is for.
+    one_communicator
+        Whether the library is given a single communicator: all messages then have one global order.
+
+    Raises
+    ------
+    CheckError
+        The transport would deadlock; names the chain of waits.
     """
     if one_communicator:
-        lowered = insert_in_total_order(schedule, problem)
-        return CommSchedule(lowered, None, None, _least(lowered, problem, True), True)
+        placed = insert_in_total_order(schedule, problem)
+        return CommSchedule(placed, None, _unbounded_value(placed, problem, True), True)
     if problem.transport != "async":
-        lowered = insert_communication(schedule, problem)
-        return CommSchedule(lowered, None, None, _least(lowered, problem))
+        placed = insert_communication(schedule, problem)
+        return CommSchedule(placed, None, _unbounded_value(placed, problem))
     many = max(1, len(problem.profile.edges) * problem.num_microbatches)
     unbounded = insert_communication(schedule, problem, many)
-    best = CommSchedule(unbounded, None, None, _least(unbounded, problem))
-    for depth, slots in _TRIED:
-        lowered = insert_communication(schedule, problem, depth)
-        value = _value(lowered, problem, slots)
-        if value is not None and value <= best.value_ns:
-            return CommSchedule(lowered, depth, slots, value)
-    return best
+    least = _unbounded_value(unbounded, problem)
+    for depth, tried in _SLOTS_TRIED.items():
+        placed = insert_communication(schedule, problem, depth)
+        for slots in tried:
+            value = _value(placed, problem, slots)
+            if value is not None and value <= least:
+                return CommSchedule(placed, slots, value)
+    return CommSchedule(unbounded, None, least)
 
 
 def keep_comm(schedule: Schedule, problem: Problem) -> CommSchedule:
-    """For an order that comes with its communication: the fewest send slots that cost no time.
+    """Find the fewest send slots that cost no time, for an order that comes with its communication.
 
-    Raises `CheckError` when its messages can hang.
+    Raises
+    ------
+    CheckError
+        The messages of the order can hang; names the chain of waits.
     """
-    value = _least(schedule, problem)
+    least = _unbounded_value(schedule, problem)
     if problem.transport != "async":
-        return CommSchedule(schedule, None, None, value)
+        return CommSchedule(schedule, None, least)
     for slots in (1, 2, 3, 4, 8):
-        found = _value(schedule, problem, slots)
-        if found is not None and found <= value:
-            return CommSchedule(schedule, None, slots, value)
-    return CommSchedule(schedule, None, None, value)
+        value = _value(schedule, problem, slots)
+        if value is not None and value <= least:
+            return CommSchedule(schedule, slots, value)
+    return CommSchedule(schedule, None, least)
 
 
-def _value(
-    schedule: Schedule, problem: Problem, send_slots: int | None, one_communicator: bool = False
-) -> int | None:
-    """Predicted span or makespan; None when that few slots make a circle of waits."""
-    graph = EventGraph(schedule, problem, send_slots, one_communicator)
-    early = graph.earliest()
-    if early is None:
-        if send_slots is None:
-            raise CheckError("deadlock: " + describe_wait(graph), fix="choose another transport or order")
-        return None
-    late = graph.latest_first_starts(early)
-    ends = []
-    for rank, row in enumerate(schedule.order):
-        compute = [graph.node_of[rank][k] for k, a in enumerate(row) if a.kind.is_compute]
-        ends.append(early[compute[-1]] + graph.duration[compute[-1]] if compute else 0)
-    if problem.objective == "makespan":
-        return max(ends)
-    return max(end - start for end, start in zip(ends, late, strict=True))
+def _value(schedule: Schedule, problem: Problem, send_slots: int) -> int | None:
+    """Return the predicted span or makespan, or None if that few slots make a cycle of waits."""
+    graph = EventGraph(schedule, problem, send_slots)
+    return None if graph.earliest() is None else timeline_of(graph).value_ns
 
 
-def _least(schedule: Schedule, problem: Problem, one_communicator: bool = False) -> int:
-    """Predicted span or makespan with any number of slots."""
-    value = _value(schedule, problem, None, one_communicator)
-    assert value is not None
-    return value
+def _unbounded_value(schedule: Schedule, problem: Problem, one_communicator: bool = False) -> int:
+    """Return the predicted span or makespan with any number of slots."""
+    graph = EventGraph(schedule, problem, None, one_communicator)
+    if graph.earliest() is None:
+        raise CheckError("deadlock: " + describe_wait(graph), fix="choose another transport or order")
+    return timeline_of(graph).value_ns

@@ -1,10 +1,12 @@
-"""Merge: B followed at once by its W on the same rank -> one BW, where that costs nothing.
+"""Merge a B and its W that stands right behind it into one BW, where that costs nothing.
 
-``2B0 2W0 --> 2BW0``. Contract in: a legal compute order under its caps. Contract out: the same, never longer
-(span or makespan, as the problem's objective says), in which no further group of merges tried was free.
+``2B0 2W0 --> 2BW0``. Contract in: a legal compute order under its caps. Contract out: the same order with
+some pairs merged, still under the caps and never longer (span or makespan, as the problem's objective says),
+in which no further group of merges tried was free. No torch is loaded.
+
 A fused backward saves what the profile says (one collective, one gather, one launch), but hands its gradient
-on only when it ends; so where a neighbour waits for the gradient, splitting stays better
-(arXiv 2401.10241, section 4).
+on only when it ends. So where a neighbour waits for the gradient, splitting stays better (arXiv 2401.10241,
+section 4).
 """
 
 from __future__ import annotations
@@ -18,20 +20,23 @@ from zbcompile.schedule.simulate import simulate, timeline_of
 
 __all__ = ["merge_backward"]
 
-Place = tuple[int, int]
+Pair = tuple[int, int]
+"""Rank, and position of the B in its order; the W stands behind it."""
 
 
 def merge_backward(schedule: Schedule, problem: Problem) -> Schedule:
-    """Merge as many pairs as are free, by halving: all at once, else each half by itself."""
+    """Return the order with as many pairs merged as are free.
+
+    Pairs are tried by halving: all at once, else each half by itself.
+    """
     pairs = [
         (rank, k)
         for rank, row in enumerate(schedule.order)
         for k in range(len(row) - 1)
-        if _is_pair(row[k], row[k + 1]) and not _loses(row[k], problem)
+        if _is_pair(row[k], row[k + 1]) and not _takes_longer(row[k], problem)
     ]
     limit = simulate(schedule, problem).value_ns
-    chosen = _free(schedule, problem, pairs, [], limit)
-    return _merged(schedule, chosen)
+    return _merged(schedule, _free(schedule, problem, pairs, [], limit))
 
 
 def _is_pair(first: Action, second: Action) -> bool:
@@ -42,15 +47,16 @@ def _is_pair(first: Action, second: Action) -> bool:
     )
 
 
-def _loses(action: Action, problem: Problem) -> bool:
+def _takes_longer(action: Action, problem: Problem) -> bool:
+    """Return whether BW of the action's stage takes longer than B and W."""
     cost = problem.profile.stages[action.stage]
     return cost.full_backward_ns > cost.backward_input_ns + cost.backward_weight_ns
 
 
 def _free(
-    schedule: Schedule, problem: Problem, pairs: Sequence[Place], taken: list[Place], limit: int
-) -> list[Place]:
-    """``taken`` and those of ``pairs`` that can be merged as well."""
+    schedule: Schedule, problem: Problem, pairs: Sequence[Pair], taken: list[Pair], limit: int
+) -> list[Pair]:
+    """Return ``taken`` and those of ``pairs`` that can be merged as well within ``limit`` ns."""
     if not pairs:
         return taken
     merged = _merged(schedule, [*taken, *pairs])
@@ -64,8 +70,9 @@ def _free(
     return _free(schedule, problem, pairs[half:], taken, limit)
 
 
-def _merged(schedule: Schedule, places: Sequence[Place]) -> Schedule:
-    first, gone = set(places), {(rank, k + 1) for rank, k in places}
+def _merged(schedule: Schedule, pairs: Sequence[Pair]) -> Schedule:
+    """Return the order with each of ``pairs`` as one BW."""
+    first, gone = set(pairs), {(rank, k + 1) for rank, k in pairs}
     order = []
     for rank, row in enumerate(schedule.order):
         line = []

@@ -1,10 +1,19 @@
-"""A part of a joint graph as a GraphModule of its own, called with one list that it empties."""
+"""A part of a joint graph as a GraphModule of its own, called with one list that it empties.
+
+``joint graph, arguments, outputs --> GraphModule``::
+
+    def forward(self, x, w):   -->   def forward(self, arguments):
+        ...                              x, w, = arguments
+                                         arguments.clear()
+                                         ...
+
+So a value dies after its last use, whoever made the list.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -18,10 +27,9 @@ __all__ = ["boxed"]
 
 
 class _Boxed(CodeGen):
-    """Code of ``forward(self, arguments)``: takes its values out of the list, then empties it, so that
-    a value dies after its last use whoever made the list."""
+    """Code of ``forward(self, arguments)``, which takes its values out of the list and empties it."""
 
-    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: object) -> str:
         names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]
         unpack = f"\n    {', '.join(names)}, = arguments" if names else ""
         return f"def forward(self, arguments):{unpack}\n    arguments.clear()"
@@ -35,11 +43,22 @@ def boxed(
     copies: Collection[Node] = (),
     draws: Collection[Node] = (),
 ) -> GraphModule:
-    """The calls between ``arguments`` and ``outputs`` in their original order, and the checks of their
-    results that raise (a singular matrix).
+    """Return the calls between ``arguments`` and ``outputs`` in their original order.
 
-    An output that is one of ``copies`` (an argument that the caller changes afterwards) is cloned. ``draws``
-    are made though nothing reads them: they move the random state.
+    Checks of their results that raise (a singular matrix) are among them.
+
+    Parameters
+    ----------
+    module
+        The joint graph.
+    arguments, outputs
+        Nodes of it: what the list holds, and what is returned.
+    name
+        Class name of the result.
+    copies
+        Arguments that the caller changes afterwards; an output that is one of them is cloned.
+    draws
+        Random calls that are made though nothing reads them: they move the random state.
     """
     graph = Graph()
     values: dict[Node, Node] = {}
@@ -65,7 +84,7 @@ def boxed(
 
 
 def _checks(graph: Graph, calls: Collection[Node]) -> set[Node]:
-    """Checks of what ``calls`` compute, with the picks of a tuple that only they need."""
+    """Return the checks of what ``calls`` compute, with the picks of a tuple that only they need."""
     found: set[Node] = set()
     for node in graph.find_nodes(op="call_function", target=LINALG_CHECK):
         (info,) = node.all_input_nodes

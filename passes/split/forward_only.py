@@ -1,8 +1,8 @@
 """Forward only: a model captured in evaluation mode -> stages that run F alone, cut like the trained ones.
 
-``Captured + parameters of each trained stage --> tuple[ForwardStage]``. Contract: stage k reads no parameter
-that only other trained stages hold, so that each rank has the trained values of what it runs. Among the cuts
-that keep this, the one with the fewest bytes crossing is taken.
+``Captured + names that each trained stage holds --> tuple[ForwardStage, ...]``. Contract out: stage k reads
+no parameter that only other trained stages hold, so that each rank has the trained values of what it runs.
+Among the cuts that keep this, the one with the fewest bytes crossing is taken.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NoReturn
 
-import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -22,15 +21,28 @@ from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.joint.replay import Replay
 from zbcompile.passes.partition.auxiliary import auxiliary_nodes
 from zbcompile.passes.partition.cut_points import CutPoint
-from zbcompile.passes.partition.partition import StageSource, Wire, partition
-from zbcompile.passes.split.stage_graphs import Port
+from zbcompile.passes.partition.partition import StageSource, partition
+from zbcompile.passes.split.ports import port_of
+from zbcompile.passes.split.stage_graphs import Port, Saved
 
 __all__ = ["ForwardStage", "forward_stages"]
 
 
 @dataclass(frozen=True)
 class ForwardStage:
-    """One stage without a backward. Parameters, buffers and ports as in ``StageGraphs``."""
+    """One stage without a backward; it runs where a `StageGraphs` does.
+
+    Attributes
+    ----------
+    index, inputs, outputs, parameters, buffers, constants
+        As in `StageGraphs`.
+    replay
+        Runs the captured calls.
+    code
+        Their code, to compare two ranks by.
+    trainable
+        Empty: no parameter gets a gradient.
+    """
 
     index: int
     inputs: tuple[Port, ...]
@@ -43,44 +55,62 @@ class ForwardStage:
     trainable: tuple[str, ...] = ()
 
     def run_forward(self, state: Mapping[str, Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], None]:
-        """F; nothing is saved."""
+        """Run F; nothing is saved."""
         own = [state[name] for name in (*self.parameters, *self.buffers)]
         return list(self.replay(*own, *self.constants, *inputs)), None
 
-    def run_backward_input(self, saved: list[Any], output_grads: list[Tensor | None]) -> Any:
-        """There is none."""
+    def run_backward_input(self, saved: Saved, output_grads: list[Tensor | None]) -> NoReturn:
+        """Raise CutError: there is no backward."""
         raise self._refusal()
 
-    def run_backward_weight(self, saved: list[Any]) -> Any:
-        """There is none."""
+    def run_backward_weight(self, saved: Saved) -> NoReturn:
+        """Raise CutError: there is no backward."""
         raise self._refusal()
 
-    def run_full_backward(self, saved: list[Any], output_grads: list[Tensor | None]) -> Any:
-        """There is none."""
+    def run_full_backward(self, saved: Saved, output_grads: list[Tensor | None]) -> NoReturn:
+        """Raise CutError: there is no backward."""
         raise self._refusal()
 
     def _refusal(self) -> CutError:
         return CutError(f"stage {self.index} was captured for evaluation and has no backward")
 
     def signature_hash(self) -> str:
-        """SHA-256 over ports, names and code."""
+        """Return SHA-256 over ports, names and code."""
         parts = repr((self.inputs, self.outputs, self.parameters, self.buffers, self.code))
         return hashlib.sha256(parts.encode()).hexdigest()
 
 
 def forward_stages(captured: Captured, held: Sequence[Sequence[str]]) -> tuple[ForwardStage, ...]:
-    """``held[k]``: names of the parameters and buffers of trained stage k.
+    """Cut a model that was captured in evaluation mode.
 
-    Raises `CutError` when the evaluation graph cannot be cut where the trained one was.
+    Parameters
+    ----------
+    captured
+        The model.
+    held
+        Per trained stage, the names of its parameters and buffers.
+
+    Raises
+    ------
+    CutError
+        The evaluation graph cannot be cut where the trained one was.
     """
-    policy = _SameHomes(captured, held)
-    sources = partition(captured, len(held), split_points=policy)
-    ports = {node.name: node for node in captured.module.graph.nodes}
-    return tuple(_stage(captured, source, ports) for source in sources)
+    sources = partition(captured, len(held), split_points=_SameHomes(captured, held))
+    nodes = {node.name: node for node in captured.module.graph.nodes}
+    return tuple(_stage(captured, source, nodes) for source in sources)
 
 
 class _SameHomes:
-    """Cuts behind everything that earlier stages' parameters are used in, before anything of later ones."""
+    """A cut policy: behind all uses of earlier stages' parameters, before all uses of later stages'.
+
+    Attributes
+    ----------
+    end
+        Number of calls that can stand on either side of a cut.
+    uses
+        Per use of a parameter or buffer: the first and the last trained stage that hold it, and the position
+        of the call.
+    """
 
     def __init__(self, captured: Captured, held: Sequence[Sequence[str]]) -> None:
         graph = captured.module.graph
@@ -100,6 +130,7 @@ class _SameHomes:
                 self.uses += [(min(at), max(at), position[u]) for u in hole.users if u in position]
 
     def __call__(self, cuts: tuple[CutPoint, ...], num_stages: int) -> list[CutPoint]:
+        """Return the chosen cut points; raises CutError where none fits."""
         chosen: list[CutPoint] = []
         for border in range(num_stages - 1):
             low = max([p + 1 for _, last, p in self.uses if last <= border], default=1)
@@ -117,32 +148,14 @@ class _SameHomes:
 
 
 def _stage(captured: Captured, source: StageSource, nodes: Mapping[str, Node]) -> ForwardStage:
-    names = {kind: tuple(r.name for r in source.roles if r.kind == kind) for kind in ("parameter", "buffer")}
-    constants = tuple(captured.constants[r.name] for r in source.roles if r.kind == "constant")
+    roles = source.roles
     return ForwardStage(
-        source.index,
-        tuple(_port(wire, nodes) for wire in source.inputs),
-        tuple(_port(wire, nodes) for wire in source.outputs),
-        names["parameter"],
-        names["buffer"],
-        constants,
-        Replay(source.module, captured.functions, frozenset()),
-        source.module.code,
-    )
-
-
-def _port(wire: Wire, nodes: Mapping[str, Node]) -> Port:
-    value = nodes[wire.name].meta["val"]
-    assert isinstance(value, torch.Tensor)
-    return Port(
-        wire.name,
-        tuple(int(n) for n in value.shape),
-        tuple(int(n) for n in value.stride()),
-        value.dtype,
-        value.device,
-        False,
-        wire.source,
-        wire.targets,
-        wire.is_result,
-        wire.is_loss,
+        index=source.index,
+        inputs=tuple(port_of(wire, nodes[wire.name].meta["val"]) for wire in source.inputs),
+        outputs=tuple(port_of(wire, nodes[wire.name].meta["val"]) for wire in source.outputs),
+        parameters=tuple(role.name for role in roles if role.kind == "parameter"),
+        buffers=tuple(role.name for role in roles if role.kind == "buffer"),
+        constants=tuple(captured.constants[role.name] for role in roles if role.kind == "constant"),
+        replay=Replay(source.module, captured.functions, live=frozenset(), layouts={}),
+        code=source.module.code,
     )

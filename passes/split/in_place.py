@@ -1,8 +1,14 @@
 """The eager backend's calls: element-wise results are written over an argument that dies there.
 
-``GraphModule --> GraphModule`` with the same kernels and bits, and less memory touched; autograd itself does
-this only where it adds up gradients. An argument is written over if the graph made its storage, the result
-fills it in the same layout, and nothing reads it afterwards.
+``GraphModule --> GraphModule``. Contract out: the same kernels and bits, and less memory touched; autograd
+itself does this only where it adds up gradients::
+
+    f(a, b)                  -->   a.f_(b)
+    a + b, a * b             -->   b.add_(a), b.mul_(a)
+    tanh_backward(g, y)      -->   tanh_backward(g, y, grad_input=g)
+
+An argument is written over if the graph made its storage, the result fills that in the same layout, and
+nothing reads it afterwards.
 """
 
 from __future__ import annotations
@@ -11,13 +17,14 @@ import copy
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import Argument
 
-from zbcompile.passes.joint.rewrites import storage_root
+from zbcompile.passes.joint.nodes import has_static_shape, is_elementwise, node_argument, storage_root
 from zbcompile.passes.torch_private import OpOverload, schema, storage_bytes
 
 __all__ = ["written_in_place"]
@@ -34,17 +41,17 @@ _INTO = {
 _MAKERS = ("mm", "addmm", "bmm", "baddbmm", "cat", "clone", "sum", "mean", "convolution")
 _TUPLE_MAKERS = ("native_layer_norm_backward", "_scaled_dot_product_flash_attention_for_cpu_backward")
 
-Storage = tuple[Node, Any]
-"""The value that owns it and, of a call with several results, which of them."""
+Storage = tuple[Node, Argument]
+"""The value that owns it and, of a call with several results, which of them; otherwise None."""
 
 
 def written_in_place(module: GraphModule) -> GraphModule:
-    """A copy of one of a stage's graphs whose element-wise calls reuse the storage of what they read last."""
+    """Return a copy of a stage's graph whose element-wise calls reuse the storage of what they read last."""
     graph = copy.deepcopy(module.graph)
     nodes = list(graph.nodes)
     uses = _Uses(nodes)
     for position, node in enumerate(nodes):
-        if not _is_elementwise(node):
+        if not _is_pure_elementwise(node):
             continue
         may_overwrite = partial(uses.may_overwrite, node, position)
         _ = (
@@ -56,7 +63,7 @@ def written_in_place(module: GraphModule) -> GraphModule:
 
 
 class _Uses:
-    """Per storage of a graph: whether a call of the graph made it, and where it is read last."""
+    """For every storage of a graph: whether a call of the graph made it, and where it is read last."""
 
     def __init__(self, nodes: list[Node]) -> None:
         self._storage = {node: _storage(node) for node in nodes}
@@ -67,8 +74,8 @@ class _Uses:
                 self._last[self._storage[node]] = max(self._last.get(self._storage[node], 0), end)
         self._made = {storage for storage in self._storage.values() if _is_made(*storage)}
 
-    def may_overwrite(self, node: Node, position: int, value: Any) -> bool:
-        """Whether the result of ``node``, the call at ``position``, may be written over its argument."""
+    def may_overwrite(self, node: Node, position: int, value: Argument) -> bool:
+        """Return whether the result of ``node``, the call at ``position``, may be written over ``value``."""
         if not isinstance(value, Node) or not _same_form(value.meta.get("val"), node.meta["val"]):
             return False
         storage = self._storage[value]
@@ -80,54 +87,57 @@ class _Uses:
         )
 
 
-def _over_first(node: Node, may_overwrite: Callable[[Any], bool]) -> bool:
+def _over_first(node: Node, may_overwrite: Callable[[Argument], bool]) -> bool:
     """``f(a, b)`` --> ``a.f_(b)``."""
-    target = _in_place_form(node.target)
+    target = _in_place_form(cast("OpOverload", node.target))
     if target is None or not node.args or not may_overwrite(node.args[0]):
         return False
     node.target = target
     return True
 
 
-def _over_second(node: Node, may_overwrite: Callable[[Any], bool]) -> bool:
+def _over_second(node: Node, may_overwrite: Callable[[Argument], bool]) -> bool:
     """``a + b`` --> ``b.add_(a)``, ``a * b`` --> ``b.mul_(a)``; complex products are rounded by order."""
     if node.target not in _COMMUTING or len(node.args) != 2 or node.kwargs or node.meta["val"].is_complex():
         return False
-    if not isinstance(node.args[0], Node) or not may_overwrite(node.args[1]):
+    target = _in_place_form(cast("OpOverload", node.target))
+    if target is None or not isinstance(node.args[0], Node) or not may_overwrite(node.args[1]):
         return False
     node.args = (node.args[1], node.args[0])
-    node.target = _in_place_form(node.target)
+    node.target = target
     return True
 
 
-def _into(node: Node, may_overwrite: Callable[[Any], bool]) -> bool:
+def _into(node: Node, may_overwrite: Callable[[Argument], bool]) -> bool:
     """``f_backward(g, x)`` --> ``f_backward(g, x, grad_input=g)``."""
     over = next((a for a in node.args if may_overwrite(a)), None) if node.target in _INTO else None
     if over is None:
         return False
-    node.target = _INTO[node.target]  # type: ignore[index]
+    node.target = _INTO[cast("OpOverload", node.target)]
     node.kwargs = {**node.kwargs, "grad_input": over}
     return True
 
 
-def _in_place_form(target: Any) -> Any:
-    """The overload that writes its first argument and takes the same arguments, or None."""
+def _in_place_form(target: OpOverload) -> OpOverload | None:
+    """Return the overload that writes its first argument and takes the same arguments, or None."""
     packet, overload = str(target).removeprefix("aten.").rsplit(".", 1)
-    found = getattr(getattr(aten, f"{packet}_", None), overload, None)
-    if found is None or [a.name for a in schema(found).arguments] != [
-        a.name for a in schema(target).arguments
-    ]:
+    found: OpOverload | None = getattr(getattr(aten, f"{packet}_", None), overload, None)
+    if found is None or _argument_names(found) != _argument_names(target):
         return None
     return found
 
 
-def _is_elementwise(node: Node) -> bool:
-    target = node.target
+def _argument_names(target: OpOverload) -> list[str]:
+    return [argument.name for argument in schema(target).arguments]
+
+
+def _is_pure_elementwise(node: Node) -> bool:
+    """Return whether a call is element-wise, one of aten's, and writes to no argument."""
     return (
-        isinstance(target, OpOverload)
-        and str(target).startswith("aten.")
-        and torch.Tag.pointwise in target.tags
-        and not schema(target).is_mutable
+        is_elementwise(node)
+        and isinstance(node.target, OpOverload)
+        and str(node.target).startswith("aten.")
+        and not schema(node.target).is_mutable
         and isinstance(node.meta.get("val"), Tensor)
     )
 
@@ -135,21 +145,21 @@ def _is_elementwise(node: Node) -> bool:
 def _storage(node: Node) -> Storage:
     root = storage_root(node)
     if root.target is operator.getitem:
-        return root.args[0], root.args[1]  # type: ignore[return-value]
+        return node_argument(root, 0), root.args[1]
     return root, None
 
 
-def _is_made(owner: Node, position: Any) -> bool:
-    """Whether a result of ``owner`` is a new tensor for certain; an argument, whatever its name, is not."""
+def _is_made(owner: Node, position: Argument) -> bool:
+    """Return whether a result of ``owner`` is a new tensor for certain; an argument is not, however named."""
     if owner.op != "call_function":
         return False
     if position is not None:
         return _name(owner) in _TUPLE_MAKERS
-    return _is_elementwise(owner) or _name(owner) in _MAKERS
+    return _is_pure_elementwise(owner) or _name(owner) in _MAKERS
 
 
 def _is_known(user: Node) -> bool:
-    """A call that keeps no hold on what it reads but where its schema says so."""
+    """Return whether a call keeps no hold on what it reads but where its schema says so."""
     if user.target is operator.getitem:
         return True
     known = isinstance(user.target, OpOverload) and str(user.target).startswith(("aten.", "prims."))
@@ -160,12 +170,11 @@ def _name(node: Node) -> str:
     return str(node.target).removeprefix("aten.").split(".")[0]
 
 
-def _same_form(value: Any, result: Tensor) -> bool:
-    """A tensor of static shape with the form of ``result`` that fills its storage."""
-    if not isinstance(value, Tensor) or not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
-        return False
+def _same_form(value: object, result: Tensor) -> bool:
+    """Return whether ``value`` is a tensor with the form of ``result`` that fills its storage."""
     return (
-        (value.shape, value.stride(), value.dtype) == (result.shape, result.stride(), result.dtype)
+        has_static_shape(value)
+        and (value.shape, value.stride(), value.dtype) == (result.shape, result.stride(), result.dtype)
         and value.device == result.device
         and storage_bytes(value) == value.numel() * value.element_size()
     )

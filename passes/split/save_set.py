@@ -1,9 +1,11 @@
 """Which values to keep between two phases: a minimum cut that weighs bytes against recomputing.
 
-Values are nodes of a flow network, capacity = bytes. A value on the source side is computed in the
-earlier phase, one on the sink side in the later phase; the values on the border are kept. Views cost
-nothing to redo, so only the owners of storage are kept. Source: the min-cut view of rematerialisation,
-as in torch's partitioner (Chen et al. 2016 pose the problem); here with a price for seconds.
+``Phase --> values to keep``. Values are nodes of a flow network, with their bytes as capacity. A value on the
+source side is computed in the earlier phase, one on the sink side in the later phase; the values on the
+border are kept. Views cost nothing to compute again, so only the owners of storage are kept.
+
+Source: the min-cut view of rematerialisation, as in torch's partitioner (Chen et al., arXiv 1604.06174, pose
+the problem); here with a price for seconds.
 """
 
 from __future__ import annotations
@@ -14,24 +16,31 @@ from dataclasses import dataclass
 import networkx as nx
 from torch.fx import Node
 
-from zbcompile.passes.joint.walks import past
+from zbcompile.passes.joint.nodes import ancestors
 
 __all__ = ["Phase", "cut", "leaves"]
 
-INFINITE = None
+_INFINITE = None
 
 
 @dataclass(frozen=True)
 class Phase:
     """The question of one cut.
 
-    nodes : all candidate values in graph order (arguments included).
-    needed : values that the later phase must have at hand.
-    late : computed in the later phase for certain; early : computed in the earlier phase for certain
-        (a value in neither is placed by the cut).
-    free : arguments that are held anyway and cost nothing to keep (parameters, the batch).
-    size : bytes of a value, None if it cannot be kept (a view or a tuple).
-    price : cost in bytes of computing an early value again, None if it never may be.
+    Attributes
+    ----------
+    nodes
+        All candidate values in graph order, arguments included.
+    needed
+        Values that the later phase must have at hand.
+    late, early
+        Values that the later and the earlier phase compute for certain; the cut places a value in neither.
+    free
+        Arguments that are held anyway and cost nothing to keep (parameters, the batch).
+    size
+        Bytes of a value, or None if it cannot be kept (a view or a tuple).
+    price
+        Cost in bytes of computing an early value again, or None if it never may be.
     """
 
     nodes: Sequence[Node]
@@ -44,8 +53,8 @@ class Phase:
 
 
 def cut(phase: Phase) -> set[Node]:
-    """The values to keep for the later phase (those in ``free`` that it reads are not among them)."""
-    relevant = past(phase.needed)
+    """Return the values to keep for the later phase, without those in ``free`` that it reads."""
+    relevant = ancestors(phase.needed)
     network = nx.DiGraph()
     network.add_nodes_from(["source", "sink"])
     for node in phase.nodes:
@@ -67,18 +76,18 @@ def cut(phase: Phase) -> set[Node]:
 
 
 def _add(network: nx.DiGraph, phase: Phase, node: Node, relevant: set[Node]) -> None:
-    """Edges of one value: keep it (inside), who needs it (outside), and on which side it may be computed."""
+    """Add the edges of one value: keep it (inside), who needs it (outside), where it may be computed."""
     inside, outside = (node.name, 0), (node.name, 1)
     size = 0 if node in phase.free else phase.size(node)
     _edge(network, inside, outside, size)
     if node.op == "placeholder":
-        _edge(network, "source", inside, INFINITE)
+        _edge(network, "source", inside, _INFINITE)
         return
     for argument in node.all_input_nodes:
         if argument in relevant:
-            _edge(network, (argument.name, 1), inside, INFINITE)
+            _edge(network, (argument.name, 1), inside, _INFINITE)
     if node in phase.late:
-        _edge(network, inside, "sink", INFINITE)
+        _edge(network, inside, "sink", _INFINITE)
     elif node in phase.early:
         price = phase.price(node)
         if price != 0:
@@ -86,7 +95,7 @@ def _add(network: nx.DiGraph, phase: Phase, node: Node, relevant: set[Node]) -> 
     else:
         for argument in node.all_input_nodes:
             if argument in relevant and argument.op != "placeholder" and argument not in phase.early:
-                _edge(network, inside, (argument.name, 0), INFINITE)
+                _edge(network, inside, (argument.name, 0), _INFINITE)
 
 
 def _edge(network: nx.DiGraph, tail: object, head: object, capacity: int | None) -> None:
@@ -97,7 +106,13 @@ def _edge(network: nx.DiGraph, tail: object, head: object, capacity: int | None)
 
 
 def leaves(outputs: Iterable[Node], kept: Collection[Node]) -> tuple[set[Node], set[Node]]:
-    """(kept values and arguments that computing ``outputs`` reads, calls it makes)."""
+    """Follow ``outputs`` back to values that are kept and to arguments.
+
+    Returns
+    -------
+    tuple
+        The kept values and arguments that computing ``outputs`` reads, and the calls that it makes.
+    """
     read: set[Node] = set()
     calls: set[Node] = set()
     waiting = list(outputs)

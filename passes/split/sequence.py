@@ -1,4 +1,4 @@
-"""All stages in sequence on one microbatch: F of each stage, then B and W from the last to the first."""
+"""Run all stages in sequence on one microbatch: F of each stage, then B and W from the last to the first."""
 
 from __future__ import annotations
 
@@ -15,9 +15,21 @@ __all__ = ["run_backward", "run_forward"]
 def run_forward(
     stages: Sequence[StageGraphs], state: Mapping[str, Tensor], batch: Sequence[Tensor]
 ) -> tuple[list[list[Tensor]], list[Saved]]:
-    """(outputs of every stage, what its backward needs); draws from the current random state in order.
+    """Run F of every stage; random calls draw from the current random state in order.
 
-    ``batch`` : the flat inputs of one microbatch. Mutated buffers change in ``state``.
+    Parameters
+    ----------
+    stages
+        All stages of a model, in order.
+    state
+        Parameters and buffers by name. Buffers that the model changes are changed here.
+    batch
+        The flat inputs of one microbatch.
+
+    Returns
+    -------
+    tuple
+        Per stage, its outputs and what its backward needs.
     """
     values: dict[str, Tensor] = {}
     outputs, saves = [], []
@@ -32,10 +44,15 @@ def run_forward(
 
 
 def run_backward(stages: Sequence[StageGraphs], saves: list[Saved]) -> dict[str, Tensor]:
-    """Gradient per trainable parameter that has one; ``saves`` is emptied.
+    """Run B and W of every stage; ``saves`` is emptied.
 
-    The tangent of the loss is 1. The gradient of a value or parameter used by several stages is summed from
+    The gradient of the loss is 1. The gradient of a value or parameter that several stages use is summed from
     the last to the first, as autograd does.
+
+    Returns
+    -------
+    dict
+        Gradient of every trainable parameter that has one, by name.
     """
     pending: dict[str, dict[int, Tensor]] = {}
     total: dict[str, Tensor] = {}
@@ -52,6 +69,7 @@ def run_backward(stages: Sequence[StageGraphs], saves: list[Saved]) -> dict[str,
 
 
 def _arriving(port: Port, parts: Mapping[int, Tensor]) -> Tensor | None:
+    """Return the gradient of an output, given what each stage that uses it returned."""
     grad = torch.ones(port.shape, dtype=port.dtype, device=port.device) if port.is_loss else None
     for stage in sorted(parts, reverse=True):
         grad = parts[stage] if grad is None else grad + parts[stage]

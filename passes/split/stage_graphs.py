@@ -1,30 +1,49 @@
-"""What the front end hands to the runtime: one stage as F, B, W and BW graphs, and how to call them."""
+"""What the passes hand to the runtime: one stage as F, B, W and BW graphs, and how to call them."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-__all__ = ["Graphs", "CallLayout", "Port", "Saved", "StageGraphs"]
+__all__ = ["CallLayout", "GraphCall", "Graphs", "Port", "Saved", "StageGraphs"]
 
-Saved = list[Any]
-"""What one phase leaves for the next. Owned by the caller; ``run_*`` take it over and clear it."""
+Saved = list[object]
+"""What one phase leaves for the next: tensors, and numbers where a size depends on data.
+
+Owned by the caller; ``run_*`` take it over and empty it.
+"""
+
+GraphCall = Callable[[list[object]], Sequence[Any]]
+"""A graph as it is run: takes one list, which it empties, and returns its results."""
 
 
 @dataclass(frozen=True, slots=True)
 class Port:
     """One tensor that enters or leaves a stage.
 
-    ``source`` is ``("batch", flat index)`` or ``("stage", producer)`` (for an output: its own stage).
-    ``targets`` are the stages that consume an output. An edge is matched by ``name``.
-    ``has_gradient``: for an input, B returns a gradient for it; for an output, B takes one
-    (the sum over those targets whose input of this name has a gradient, or the loss tangent).
+    Attributes
+    ----------
+    name
+        Name of the value in the captured graph; the two ends of an edge have the same name.
+    shape, stride, dtype, device
+        Of the tensor.
+    has_gradient
+        For an input: B returns a gradient for it. For an output: B takes one, the sum over those targets
+        whose input of this name has a gradient, or 1 for the loss.
+    source
+        ``("batch", flat index)`` or ``("stage", producer)``; for an output, its own stage.
+    targets
+        The stages that use an output.
+    is_result, is_loss
+        Whether an output is part of the model's result, and whether it is the loss.
+    grad_stride
+        Strides of the gradient, as it was traced.
     """
 
     name: str
@@ -50,7 +69,7 @@ class Port:
 
 @dataclass(frozen=True, slots=True)
 class Graphs:
-    """The four graphs of a stage; each is called with ONE list, which it empties."""
+    """The four graphs of a stage; each is called with one list, which it empties."""
 
     forward: GraphModule
     backward_input: GraphModule
@@ -62,17 +81,28 @@ class Graphs:
 class CallLayout:
     """Which argument of one graph is which value of the one before. All are positions.
 
-    forward:          arguments  = parameters + buffers + constants + inputs
-                      results    = outputs + mutated buffers + saved
-                      Saved      = saved results + ``forward_kept`` of the arguments
-    backward_input:   pool       = tangents of the outputs with a gradient + Saved
-                      arguments  = ``input_uses`` of the pool; results = input gradients + values for W
-                      Saved      = values for W + ``input_kept`` of the pool
-    backward_weight:  arguments  = ``weight_uses`` of Saved; results = the gradients W itself makes
-    full_backward:    arguments  = ``full_uses`` of the pool; results = input gradients + parameter gradients
+    ::
 
-    ``early`` pairs a parameter with the position in Saved where B left its gradient;
-    ``late`` names the parameters of W's results, ``full`` those of BW's.
+        forward:          arguments  = parameters + buffers + constants + inputs
+                          results    = outputs + mutated buffers + saved
+                          Saved      = saved results + ``forward_kept`` of the arguments
+        backward_input:   pool       = gradients of the outputs that have one + Saved
+                          arguments  = ``input_uses`` of the pool
+                          results    = input gradients + values for W
+                          Saved      = values for W + ``input_kept`` of the pool
+        backward_weight:  arguments  = ``weight_uses`` of Saved
+                          results    = the gradients that W itself makes
+        full_backward:    arguments  = ``full_uses`` of the pool
+                          results    = input gradients + parameter gradients
+
+    Attributes
+    ----------
+    early
+        Name of a parameter and the position in Saved where B left its gradient.
+    late
+        Names of the parameters of W's results.
+    full
+        Names of the parameters of BW's results.
     """
 
     forward_kept: tuple[int, ...]
@@ -87,13 +117,35 @@ class CallLayout:
 
 @dataclass(frozen=True)
 class StageGraphs:
-    """One stage, compiled. Holds no parameters: they come in as ``state`` at every forward.
+    """One stage, compiled. It holds no parameters: they come in as ``state`` at every forward.
 
-    ``parameters`` and ``buffers`` carry the original model's names (the canonical one where tied);
-    ``trainable`` are those that require a gradient, in order. ``saved_bytes`` are held between F and B
-    and ``saved_for_weight_bytes`` between B and W: exact, counted by storage, without parameters,
-    buffers, constants and batch inputs. Every ``run_*`` works without autograd and must be called under
-    ``torch.no_grad`` (or inference-free code); every list handed in is taken over and emptied.
+    Every ``run_*`` works without autograd and must be called under ``torch.no_grad``. Every list that is
+    handed in is taken over and emptied.
+
+    Attributes
+    ----------
+    index
+        Position of the stage.
+    inputs, outputs
+        What enters and leaves it.
+    parameters, buffers
+        Names in the original model, the canonical one where tied.
+    trainable
+        Those parameters that require a gradient, in order.
+    mutated
+        Those buffers that F changes.
+    constants
+        Tensors that the model's code made.
+    graphs
+        F, B, W and BW. Stages of equal structure share them.
+    call_layout
+        How the graphs' arguments and results fit together.
+    saved_bytes
+        Held from F to B: exact, counted by storage, without parameters, buffers, constants and batch inputs.
+    saved_for_weight_bytes
+        Held from B to W, counted in the same way.
+    calls
+        What runs the graphs, in the order of `Graphs`: as a backend compiled them.
     """
 
     index: int
@@ -105,19 +157,22 @@ class StageGraphs:
     mutated: tuple[str, ...]
     constants: tuple[Tensor, ...]
     graphs: Graphs
-    layout: CallLayout
+    call_layout: CallLayout
     saved_bytes: int
     saved_for_weight_bytes: int
-    calls: tuple[Callable[[list[Any]], Any], ...]
+    calls: tuple[GraphCall, ...]
 
     def run_forward(self, state: Mapping[str, Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], Saved]:
-        """F: outputs in port order and what the backward needs; changed buffers are copied into ``state``."""
-        arguments: list[Any] = [state[name] for name in self.parameters]
+        """Run F: return outputs in port order and what the backward needs.
+
+        Changed buffers are copied into ``state``.
+        """
+        arguments: list[object] = [state[name] for name in self.parameters]
         arguments += [state[name] for name in self.buffers]
         arguments += self.constants
         arguments += inputs
         inputs.clear()
-        kept = [arguments[i] for i in self.layout.forward_kept]
+        kept = [arguments[i] for i in self.call_layout.forward_kept]
         results = self.calls[0](arguments)
         count, end = len(self.outputs), len(self.outputs) + len(self.mutated)
         for name, value in zip(self.mutated, results[count:end], strict=True):
@@ -127,24 +182,29 @@ class StageGraphs:
     def run_backward_input(
         self, saved: Saved, output_grads: list[Tensor | None]
     ) -> tuple[list[Tensor | None], Saved]:
-        """B: one gradient per input (None where the port has none) and what W needs.
+        """Run B: return one gradient per input (None where the port has none) and what W needs.
 
-        ``output_grads`` has one entry per output; entries of ports without a gradient are ignored,
-        None for a port with a gradient counts as zero.
+        Parameters
+        ----------
+        saved
+            What F left.
+        output_grads
+            One entry per output. Those of ports without a gradient are ignored; None for a port with a
+            gradient counts as zero.
         """
         pool = self._pool(saved, output_grads)
-        arguments = [pool[i] for i in self.layout.input_uses]
-        kept = [pool[i] for i in self.layout.input_kept]
+        arguments = [pool[i] for i in self.call_layout.input_uses]
+        kept = [pool[i] for i in self.call_layout.input_kept]
         pool.clear()
         results = self.calls[1](arguments)
         count, grads = self._input_grads(results)
         return grads, [*results[count:], *kept]
 
     def run_backward_weight(self, saved: Saved) -> dict[str, Tensor]:
-        """W: the gradient of every trainable parameter that has one, each in storage of its own."""
-        layout = self.layout
+        """Run W: return the gradient of every trainable parameter that has one, each in its own storage."""
+        layout = self.call_layout
         arguments = [saved[i] for i in layout.weight_uses]
-        early = {name: saved[i] for name, i in layout.early}
+        early = {name: cast("Tensor", saved[i]) for name, i in layout.early}
         saved.clear()
         grads = dict(zip(layout.late, self.calls[2](arguments), strict=True))
         grads.update(early)
@@ -153,27 +213,29 @@ class StageGraphs:
     def run_full_backward(
         self, saved: Saved, output_grads: list[Tensor | None]
     ) -> tuple[list[Tensor | None], dict[str, Tensor]]:
-        """BW: B and W in one graph; returns what both return."""
+        """Run BW, B and W in one graph: return the gradients of inputs and of parameters."""
         pool = self._pool(saved, output_grads)
-        arguments = [pool[i] for i in self.layout.full_uses]
+        arguments = [pool[i] for i in self.call_layout.full_uses]
         pool.clear()
         results = self.calls[3](arguments)
         count, grads = self._input_grads(results)
-        return grads, dict(zip(self.layout.full, results[count:], strict=True))
+        return grads, dict(zip(self.call_layout.full, results[count:], strict=True))
 
     def signature_hash(self) -> str:
-        """SHA-256 over ports, names and code: equal on two ranks iff they would run the same graphs."""
+        """Return SHA-256 over ports, names and code: equal on two ranks iff they run the same graphs."""
         digest = hashlib.sha256()
-        for part in (self.inputs, self.outputs, self.parameters, self.buffers, self.mutated, self.layout):
+        names = (self.parameters, self.buffers, self.mutated)
+        for part in (self.inputs, self.outputs, *names, self.call_layout):
             digest.update(repr(part).encode())
         graphs = self.graphs
         for graph in (graphs.forward, graphs.backward_input, graphs.backward_weight, graphs.full_backward):
             digest.update(graph.code.encode())
         return digest.hexdigest()
 
-    def _pool(self, saved: Saved, output_grads: list[Tensor | None]) -> list[Any]:
-        pool: list[Any] = [
-            _tangent(port, grad)
+    def _pool(self, saved: Saved, output_grads: list[Tensor | None]) -> list[object]:
+        """Return what B and BW take their arguments from; both lists are emptied."""
+        pool: list[object] = [
+            _as_traced(port, grad)
             for port, grad in zip(self.outputs, output_grads, strict=True)
             if port.has_gradient
         ]
@@ -182,7 +244,8 @@ class StageGraphs:
         saved.clear()
         return pool
 
-    def _input_grads(self, results: Any) -> tuple[int, list[Tensor | None]]:
+    def _input_grads(self, results: Sequence[Any]) -> tuple[int, list[Tensor | None]]:
+        """Return how many results are gradients of inputs, and one gradient or None per input."""
         grads: list[Tensor | None] = []
         count = 0
         for port in self.inputs:
@@ -191,8 +254,8 @@ class StageGraphs:
         return count, grads
 
 
-def _tangent(port: Port, grad: Tensor | None) -> Tensor:
-    """The incoming gradient with the strides that were traced; zeros for None."""
+def _as_traced(port: Port, grad: Tensor | None) -> Tensor:
+    """Return the incoming gradient with the strides that were traced; zeros for None."""
     if grad is not None and grad.stride() == port.grad_stride:
         return grad
     dense = torch.empty_strided(port.shape, port.grad_stride, dtype=port.dtype, device=port.device)

@@ -18,7 +18,23 @@ __all__ = ["CutReport", "StagedModel"]
 
 @dataclass(frozen=True, slots=True)
 class CutReport:
-    """One line per stage: what it holds and what crosses its borders."""
+    """What a stage holds and what crosses its borders; as text, one line.
+
+    Attributes
+    ----------
+    index
+        Position of the stage.
+    modules
+        Paths of the modules whose calls it holds, in order.
+    num_parameters, parameter_bytes
+        Elements and bytes of its parameters.
+    forward_seconds
+        Time of F, counted from shapes (see `op_costs`).
+    received_bytes, sent_bytes
+        What a microbatch brings from other stages and takes to them, each target counted.
+    saved_bytes, saved_for_weight_bytes
+        Held from F to B and from B to W, per microbatch.
+    """
 
     index: int
     modules: tuple[str, ...]
@@ -42,12 +58,26 @@ class CutReport:
 
 @dataclass(frozen=True)
 class StagedModel:
-    """Everything the runtime needs to run the model as stages.
+    """A model as stages, with what is needed to run them and to look into them.
 
-    stages : the compiled stages, in order. captured, sources : what they were made from.
-    input_spec : how the flat microbatch inputs sit in (args, kwargs, target).
-    result_ports : for every tensor leaf of the result (stage, output position).
-    loss : position of the loss among those leaves, or None. reports : one per stage.
+    Attributes
+    ----------
+    stages
+        The stages, in order.
+    captured, sources
+        The graph of the model and its parts, which the stages were made from.
+    input_spec
+        How the flat inputs of a microbatch sit in (args, kwargs, target).
+    result_spec
+        How the result's tensors sit in the result.
+    result_ports
+        For every tensor of the result: the stage and the position among its outputs.
+    loss
+        Position of the loss among the result's tensors, or None.
+    reports
+        One per stage.
+    backend
+        What runs the graphs (see `backends`).
     """
 
     stages: tuple[StageGraphs, ...]
@@ -61,11 +91,11 @@ class StagedModel:
     backend: str = "eager"
 
     def flat_inputs(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, target: Any = None
+        self, args: Sequence[object], kwargs: Mapping[str, object] | None = None, target: object = None
     ) -> list[Tensor]:
-        """The flat batch inputs of a call like the captured one; a ``("batch", i)`` port reads entry i."""
+        """Return the tensors of a call like the captured one; a ``("batch", i)`` port reads entry i."""
         return flatten((tuple(args), dict(kwargs or {}), target))[0]
 
-    def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """The model's own result type from its tensor leaves; with a loss function {"loss", "output"}."""
+    def rebuild(self, leaves: Sequence[object]) -> Any:
+        """Return the model's own result type from its tensors; with a loss function {"loss", "output"}."""
         return unflatten(self.result_spec, leaves)

@@ -1,17 +1,16 @@
 """Equal stages: a hash of what the split sees of a stage, and one split handed to all that share it.
 
-``StageSource --> 64 hex digits``. Two stages with one hash give the same F, B and W graphs up to names:
-it covers the arguments (role, shape, stride, dtype, device, requires_grad), the calls with their wiring,
-constants by content, the modes that they run under, and the outputs that take a gradient. It leaves out
-names, positions in the model and the values of parameters.
+``StageSource --> 64 hex digits``. Contract out: two stages with one hash give the same F, B, W and BW graphs
+up to names. The hash covers the arguments (role, shape, stride, dtype, device, requires_grad), the calls with
+their wiring, constants by content, the modes that they run under, and the outputs that take a gradient. It
+leaves out names, positions in the model and the values of parameters.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +32,21 @@ _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 def structural_hash(
     source: StageSource, captured: Captured, needs_gradient: Sequence[bool], live: Iterable[int]
 ) -> str:
-    """SHA-256 of the stage's structure.
+    """Return SHA-256 of the stage's structure, as hex digits.
 
-    needs_gradient : per input of the stage. live : positions of the outputs that take a gradient.
-    A value that cannot be compared by content (an arbitrary object in a call) counts by identity, which
-    can only make two equal stages look different.
+    Parameters
+    ----------
+    source, captured
+        The stage and its model.
+    needs_gradient
+        Per input of the stage, whether a gradient is wanted for it.
+    live
+        Positions of the outputs that take a gradient.
+
+    Notes
+    -----
+    A value that cannot be compared by content (an arbitrary object in a call) counts by identity, which can
+    only make two equal stages look different.
     """
     holes = [node for node in source.module.graph.nodes if node.op == "placeholder"]
     head: list[object] = ["live", *sorted(live)]
@@ -53,15 +62,16 @@ def structural_hash(
 
 @dataclass
 class _Body:
-    """Turns the calls of one graph into a flat list of words; nodes become their position."""
+    """Turns the calls of one graph into a flat list of words; nodes and regions become their position."""
 
     module: GraphModule
     functions: Mapping[int, FunctionCall]
+    position: dict[Node, int] = field(default_factory=dict, init=False)
+    regions: dict[int, int] = field(default_factory=dict, init=False)
 
     def words(self) -> list[object]:
+        """Return the words of the graph, in graph order."""
         found: list[object] = []
-        self.position: dict[Node, int] = {}
-        self.regions: dict[int, int] = {}
         for node in self.module.graph.nodes:
             self.position[node] = len(self.position)
             if node.op == "placeholder":
@@ -89,7 +99,7 @@ class _Body:
         return _content(value) if isinstance(value, Tensor) else _identity(value)
 
     def _modes(self, node: Node) -> list[object]:
-        """The autocast and grad regions around a call; two regions of equal settings stay two."""
+        """Return the autocast and grad regions around a call; two regions of equal settings stay two."""
         regions = node.meta.get("region", ())
         return [
             (r.kind, self._word(r.settings), self.regions.setdefault(r.number, len(self.regions)))
@@ -136,18 +146,18 @@ def _plain(value: object) -> object:
 
 
 def _reach(module: nn.Module, path: str) -> object:
-    value: Any = module
+    value: object = module
     for part in path.split("."):
         value = getattr(value, part)
     return value
 
 
-def _tensor(value: Any) -> str:
+def _tensor(value: Tensor) -> str:
     return f"{tuple(value.shape)} {tuple(value.stride())} {value.dtype} {value.device}"
 
 
 def _content(value: Tensor) -> object:
-    """Shape and bytes of a constant; identity where there are no bytes (meta and fake tensors)."""
+    """Return shape and bytes of a constant; its identity where it has none (meta and fake tensors)."""
     if value.device.type != "cpu" or type(value) not in (Tensor, nn.Parameter):
         return _identity(value)
     raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -168,16 +178,17 @@ def _digest(words: Iterable[object]) -> str:
 
 
 def renamed(stage: StageGraphs, first: StageSource, other: StageSource, captured: Captured) -> StageGraphs:
-    """The stage made from ``first`` as the stage of ``other``, which has the same structure.
+    """Return the stage made from ``first`` as the stage of ``other``, which has the same structure.
 
-    Graphs and layout positions are shared; index, names, ports and constants become those of ``other``.
+    Graphs and the positions of the call layout are shared; index, names, ports and constants become those of
+    ``other``.
     """
     names = {a.name: b.name for a, b in zip(first.roles, other.roles, strict=True) if a.kind != "constant"}
-    layout = replace(
-        stage.layout,
-        early=tuple((names[name], position) for name, position in stage.layout.early),
-        late=tuple(names[name] for name in stage.layout.late),
-        full=tuple(names[name] for name in stage.layout.full),
+    call_layout = replace(
+        stage.call_layout,
+        early=tuple((names[name], position) for name, position in stage.call_layout.early),
+        late=tuple(names[name] for name in stage.call_layout.late),
+        full=tuple(names[name] for name in stage.call_layout.full),
     )
     ports = [
         tuple(
@@ -203,5 +214,5 @@ def renamed(stage: StageGraphs, first: StageSource, other: StageSource, captured
         buffers=tuple(names[name] for name in stage.buffers),
         mutated=tuple(names[name] for name in stage.mutated),
         constants=tuple(captured.constants[r.name] for r in other.roles if r.kind == "constant"),
-        layout=layout,
+        call_layout=call_layout,
     )

@@ -39,7 +39,7 @@ def test_stages_of_a_model_without_weights_equal_those_of_the_model() -> None:
     real = build_stages(llama(), 2, (), tokens())
     meta = build_stages(on_meta(), 2, (), tokens("meta"))
     for one, other in zip(real.stages, meta.stages, strict=True):
-        assert (one.inputs, one.outputs, one.layout) == (other.inputs, other.outputs, other.layout)
+        assert (one.inputs, one.outputs, one.call_layout) == (other.inputs, other.outputs, other.call_layout)
         assert one.saved_bytes == other.saved_bytes
         assert one.saved_for_weight_bytes == other.saved_for_weight_bytes
         assert one.signature_hash() == other.signature_hash()

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tests.support.strategies import greedy_order, problems
 from zbcompile.errors import CheckError, UsageError
-from zbcompile.passes.lower.codegen import Loop, emit, fold
+from zbcompile.passes.lower.codegen import emit
+from zbcompile.passes.lower.fold import Loop, fold
 from zbcompile.passes.lower.insert_comm import insert_comm
 from zbcompile.passes.lower.merge_backward import merge_backward
 from zbcompile.runtime.program import Program

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import UsageError
 from zbcompile.passes import torch_private
-from zbcompile.passes.split import backends
+from zbcompile.passes.split.recompute import recompute_seconds
 from zbcompile.passes.split.sequence import run_backward, run_forward
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.passes.verify.rounding_reasons import INDUCTOR, INDUCTOR_TOLERANCE
@@ -103,8 +103,8 @@ def test_recompute_is_cheaper_where_calls_are_fused(model: nn.Module) -> None:
     nodes = front.stages[0].graphs.full_backward.graph.nodes
     add = next(n for n in nodes if str(n.target).startswith("aten.add.Tensor"))
     product = next(n for n in nodes if str(n.target).startswith("aten.mm"))
-    assert backends.recompute_seconds(add, "inductor") < backends.recompute_seconds(add, "eager")
-    assert backends.recompute_seconds(product, "inductor") == backends.recompute_seconds(product, "eager")
+    assert recompute_seconds(add, "inductor") < recompute_seconds(add, "eager")
+    assert recompute_seconds(product, "inductor") == recompute_seconds(product, "eager")
 
 
 def test_unknown_backend_and_missing_compiler_say_what_to_do(

@@ -13,6 +13,8 @@ from tests.support.frontend_helpers import compare, run_autograd, run_stages, st
 from tests.support.split_cases import TRAITS, SkipsAStage, Stack, TiedAcross, mse, total, vectors
 from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import CaptureError, SplitError, UsageError
+from zbcompile.passes.capture.capture import capture
+from zbcompile.passes.split.forward_only import forward_stages
 
 ORDER_OF_A_SUM = {"a parameter used several times"}
 """One parameter in several stages, several times in one: partial sums are added in another order."""
@@ -325,6 +327,23 @@ def test_channels_last_and_complex_parameters() -> None:
     mine = copy.deepcopy(other)
     results, grads = run_stages(built, state_of(mine), batches)
     assert compare(expected, reference, results, grads, mine).text == "bitwise"
+
+
+def test_evaluation_takes_a_result_whose_shape_depends_on_data() -> None:
+    class Picks(Stack):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.d(self.c(self.b(self.a(x).tanh()).tanh()).tanh())
+            return h.sum(), h[h.sum(1) > 0]
+
+    torch.manual_seed(0)
+    model = Picks().eval()
+    args, _, _ = vectors()()
+    held = [["a.weight", "a.bias", "b.weight", "b.bias"], ["c.weight", "c.bias", "d.weight", "d.bias"]]
+    first, last = forward_stages(capture(model, args), held)
+    for x in (args[0], torch.randn(4, 8)):
+        (crossing,), _ = first.run_forward(state_of(model), [x])
+        outputs, _ = last.run_forward(state_of(model), [crossing])
+        assert all(map(torch.equal, outputs, model(x)))
 
 
 def test_keywords_in_another_order_are_the_same_call() -> None:

@@ -163,7 +163,7 @@ def test_one_split_for_all_equals_separate_splits_to_the_bit() -> None:
             other.buffers,
             other.mutated,
         )
-        assert stage.layout == other.layout
+        assert stage.call_layout == other.call_layout
         assert stage.signature_hash() == other.signature_hash()
     state, twin = state_of(model), {k: v.clone() for k, v in state_of(model).items()}
     left, left_grads = run_stages(built, state, [batch, batch])

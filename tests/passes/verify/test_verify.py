@@ -134,7 +134,7 @@ def test_a_difference_below_the_tolerance_needs_a_reason(model: nn.Module) -> No
 
     def off_by_a_bit(arguments: list[Any]) -> list[Tensor]:
         grads = list(given(arguments))
-        grads[stage.layout.late.index("second.up.weight")].view(torch.int32).view(-1)[0] ^= 1
+        grads[stage.call_layout.late.index("second.up.weight")].view(torch.int32).view(-1)[0] ^= 1
         return grads
 
     stages = list(front.stages)

@@ -1,4 +1,4 @@
-"""Why a stage could not be differentiated, in the reader's terms: the op, its module and its source line."""
+"""Say why a stage could not be differentiated: the operator, its module and its source line."""
 
 from __future__ import annotations
 
@@ -9,15 +9,27 @@ from torch.fx import Node
 from zbcompile.errors import SplitError, ZBCompileError
 from zbcompile.passes.joint.replay import Replay
 
-__all__ = ["explain_split", "place", "plain_name"]
+__all__ = ["explain_split"]
 
 _NO_FORMULA = re.compile(r"derivative for '?([\w:]+)")
 
 
 def explain_split(error: BaseException, stage: int, replay: Replay) -> ZBCompileError:
-    """A SplitError that names stage, module path, source line and op; errors of this package pass through.
+    """Return the error to raise for one that the trace of a stage ended with.
 
-    ``replay`` : what was traced; knows the call that failed, or which call made a step backwards.
+    Parameters
+    ----------
+    error
+        What the trace raised. An error of this package is returned as it is.
+    stage
+        Index of the stage.
+    replay
+        What was traced; it knows the call that failed, and which call made each step backwards.
+
+    Returns
+    -------
+    ZBCompileError
+        A `SplitError` that names stage, module path, source line and operator.
     """
     if isinstance(error, ZBCompileError):
         return error
@@ -28,26 +40,26 @@ def explain_split(error: BaseException, stage: int, replay: Replay) -> ZBCompile
         name = found[1].split(":")[0]
         steps = (made for step, made in replay.steps.items() if _is_step_of(step, name))
         node = node or next(steps, None)
-        what = f"torch has no derivative for {plain_name(node) if node else name}"
+        what = f"torch has no derivative for {_plain_name(node) if node else name}"
         fix = "wrap it in a torch.autograd.Function with a backward, or run it under torch.no_grad()"
     else:
-        what = f"{plain_name(node) if node else 'its backward'}: {text.splitlines()[0][:300]}"
-    return SplitError(f"stage {stage} cannot be differentiated: {what}", where=place(node), fix=fix)
+        what = f"{_plain_name(node) if node else 'its backward'}: {text.splitlines()[0][:300]}"
+    return SplitError(f"stage {stage} cannot be differentiated: {what}", where=_place(node), fix=fix)
 
 
 def _is_step_of(step: str, name: str) -> bool:
-    """``IgammaBackward0`` is a step of ``igamma``."""
+    """Return whether a step is one of an operator: ``IgammaBackward0`` is a step of ``igamma``."""
     return step.rstrip("0123456789").lower().endswith(name.replace("_", "").lower() + "backward")
 
 
-def plain_name(node: Node) -> str:
+def _plain_name(node: Node) -> str:
     """``aten.linalg_solve.default --> linalg_solve``."""
     name = str(node.target)
     return name.split(".")[1] if name.startswith("aten.") else getattr(node.target, "__name__", name)
 
 
-def place(node: Node | None) -> str:
-    """``module.path, file.py:12`` of a captured call, as far as known."""
+def _place(node: Node | None) -> str:
+    """Return ``module.path, file.py:12`` of a captured call, as far as known."""
     if node is None:
         return ""
     return ", ".join(part for key in ("module_path", "source") if (part := node.meta.get(key, "")))

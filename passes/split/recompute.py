@@ -1,0 +1,65 @@
+"""What may be computed again in the backward instead of being kept, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.fx import Node
+
+from zbcompile.errors import UsageError
+from zbcompile.passes.aliasing import is_random, viewed_arguments
+from zbcompile.passes.joint.nodes import is_elementwise
+from zbcompile.passes.op_costs import is_heavy, seconds
+
+__all__ = ["Recompute", "check_recompute", "recompute_price", "recompute_seconds"]
+
+Recompute = str | float
+"""``"none"``, ``"min_memory"`` (no heavy call twice), ``"full"`` (anything but random draws twice), or a
+price: bytes that one second of recompute must save."""
+
+FUSED_SHARE = 0.1
+"""Of its time in eager, what an element-wise call costs when inductor fuses it into its user."""
+
+
+def check_recompute(recompute: Recompute) -> None:
+    """Raise UsageError for a value that is none of `Recompute`."""
+    if isinstance(recompute, int | float) and not isinstance(recompute, bool):
+        known = recompute >= 0
+    else:
+        known = recompute in ("none", "min_memory", "full")
+    if not known:
+        raise UsageError(
+            "unknown recompute",
+            given=recompute,
+            fix='use "none", "min_memory", "full" or a price in bytes per second',
+        )
+
+
+def recompute_price(recompute: Recompute, backend: str) -> Callable[[Node], int | None]:
+    """Return a function that gives the cost of computing a value again.
+
+    The cost is in bytes, to be weighed against the bytes of the values that need not be kept. It is 0 for
+    views and None for what may not be computed again.
+    """
+
+    def price(node: Node) -> int | None:
+        if viewed_arguments(node):
+            return 0
+        if recompute == "none" or is_random(node):
+            return None
+        if recompute == "min_memory":
+            return None if is_heavy(node) else 0
+        if recompute == "full":
+            return 0
+        return int(float(recompute) * recompute_seconds(node, backend))
+
+    return price
+
+
+def recompute_seconds(node: Node, backend: str) -> float:
+    """Return the counted time of computing ``node`` once more under a backend."""
+    time = seconds(node)
+    if backend == "inductor" and is_elementwise(node) and isinstance(node.meta.get("val"), Tensor):
+        return FUSED_SHARE * time
+    return time
