@@ -1,4 +1,4 @@
-"""Plain autograd on the untouched model, drawing the random numbers that a pipeline draws: the oracle.
+"""The oracle: plain autograd on the untouched model, with the random numbers that a pipeline draws.
 
 A pipeline draws the masks of each (stage, microbatch) from a stream of its own (docs/runtime.md). To compare,
 the model runs as it is, in one process; only the generator is set to the stage's stream when
@@ -22,7 +22,7 @@ __all__ = ["autograd_step", "count_draws"]
 
 
 def count_draws(stage: Any) -> int:
-    """Calls in the forward graph of a stage that draw from a seeded generator."""
+    """Return the number of calls in a stage's forward graph that draw from a seeded generator."""
     nodes = stage.graphs.forward.graph.nodes
     return sum(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in nodes)
 
@@ -69,11 +69,30 @@ def autograd_step(
     seed: int,
     step: int,
 ) -> list[Tensor]:
-    """Forward and backward of every microbatch in order; gradients are divided by their number.
+    """Run forward and backward of every microbatch in order; gradients are divided by their number.
 
-    draws : per stage, the random operators of its forward (`count_draws`). Gradients land in
-    ``param.grad``, which must be empty before. Returns the losses. Raises `CheckError` when the
-    model draws another number of random tensors than the stages do.
+    Parameters
+    ----------
+    model
+        The untouched model. Gradients land in ``param.grad``, which must be empty before.
+    microbatches
+        Keyword arguments of the model, per microbatch.
+    loss_of
+        Takes the loss out of the model's result.
+    draws
+        Per stage, the number of random operators of its forward (`count_draws`).
+    seed, step
+        Of the pipeline that is compared: they choose the random streams.
+
+    Returns
+    -------
+    list of Tensor
+        The losses.
+
+    Raises
+    ------
+    CheckError
+        The model draws another number of random tensors than the stages do.
     """
     losses = []
     for index, inputs in enumerate(microbatches):

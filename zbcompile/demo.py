@@ -30,8 +30,11 @@ microbatches, where autograd interleaves them. Everything else must agree to the
 class Settings:
     """What the demo builds and runs.
 
-    memory_limit : bytes per rank. Beside weights and AdamW's two tensors per weight the default leaves the
-        first rank room for three microbatches, where 1F1B wants four.
+    Attributes
+    ----------
+    memory_limit
+        Bytes per rank. Beside weights and AdamW's two tensors per weight the default leaves the first rank
+        headroom for three microbatches, where 1F1B wants four.
     """
 
     steps: int = 3
@@ -48,9 +51,18 @@ class Settings:
 class Comparison:
     """Four processes against one: losses and gradients of every step.
 
-    losses, reference_losses : mean loss per step. equal : (step, parameter) pairs equal to the bit.
-    compared : all pairs. tied : largest relative difference of the tied table. wrong : what differs
-        and must not, as text.
+    Attributes
+    ----------
+    losses, reference_losses
+        Mean loss per step.
+    equal
+        Number of (step, parameter) pairs that are equal to the bit.
+    compared
+        Number of all pairs.
+    tied
+        Largest relative difference of the tied table.
+    wrong
+        What differs and must not, as text.
     """
 
     losses: tuple[float, ...]
