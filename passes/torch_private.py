@@ -1,4 +1,4 @@
-"""Every private torch name that the front end uses, and nothing else. Checked on torch 2.13 and 2.14.
+"""Hold every private torch name that the passes use. Checked on torch 2.13 and 2.14.
 
 When torch moves one of them, this file is the only one to change.
 """
@@ -12,11 +12,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.fx.node import Argument
 
 from zbcompile.errors import CaptureError, SplitError
 
@@ -41,10 +42,12 @@ __all__ = [
     "FakeTensor",
     "JointGraph",
     "OpOverload",
+    "RegionCall",
     "ambient_autocast",
     "as_fake",
     "as_in_eager",
     "assigned_buffers",
+    "attribute_replaced",
     "backward_hooks",
     "distributions_unchecked",
     "evaluate_fake",
@@ -63,7 +66,6 @@ __all__ = [
     "preserve_node_meta",
     "quiet",
     "random_state",
-    "region_of_call",
     "schema",
     "set_buffer",
     "storage_bytes",
@@ -78,7 +80,7 @@ __all__ = [
 
 
 LINALG_CHECK = torch.fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
-"""Raises for a singular matrix; has no result, and is kept by dead code elimination all the same."""
+"""Raises for a singular matrix; has no result, and dead code elimination keeps it."""
 
 _RESAMPLING = (
     *(f"{kind}{n}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)),
@@ -95,25 +97,47 @@ _RESAMPLING = (
 class JointGraph:
     """Forward and backward of one module in one graph, with the role of each value.
 
-    ``arguments`` : placeholder per argument of the module (None where dropped).
-    ``tangents`` : placeholder per output (None where it takes no gradient).
-    ``outputs``, ``mutations``, ``gradients`` : output index, argument index, argument index -> value.
+    Attributes
+    ----------
+    module
+        The graph.
+    arguments
+        Position among the module's arguments -> placeholder; without those that were dropped.
+    tangents
+        Position among the module's outputs -> placeholder of its gradient; without those that take none.
+    outputs
+        Position among the module's outputs -> value.
+    mutations
+        Position of an argument that the module changes -> its new value.
+    gradients
+        Position of an argument -> its gradient.
     """
 
     module: GraphModule
     arguments: dict[int, Node]
     tangents: dict[int, Node]
-    outputs: dict[int, Any]
-    mutations: dict[int, Any]
-    gradients: dict[int, Any]
+    outputs: dict[int, Node]
+    mutations: dict[int, Node]
+    gradients: dict[int, Node]
 
 
 class ChangeCarriesGradient(Exception):
     """The new value of a changed argument depends on parameters; ``args[0]`` is its position."""
 
 
+@contextlib.contextmanager
+def attribute_replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Give an attribute of a module or class another value while active."""
+    given = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, given)
+
+
 def fake_mode() -> FakeTensorMode:
-    """A fake mode that accepts real constants and data-dependent sizes."""
+    """Return a fake mode that accepts real constants and data-dependent sizes."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
@@ -122,7 +146,7 @@ def fake_mode() -> FakeTensorMode:
 def as_fake(
     mode: FakeTensorMode, value: Tensor, requires_grad: bool, device: torch.device | None = None
 ) -> Tensor:
-    """A fake leaf with the shape, strides and dtype of ``value``, on its device or the one given."""
+    """Return a fake leaf with the shape, strides and dtype of ``value``, on its device or the one given."""
     device = device or value.device
     if value.layout != torch.strided:
         return mode.from_tensor(value)
@@ -134,9 +158,24 @@ def as_fake(
 
 
 def joint_graph(module: nn.Module, arguments: list[Tensor]) -> JointGraph:
-    """Trace forward and backward of ``module`` (no parameters of its own) on fake ``arguments``.
+    """Trace forward and backward of a module on fake arguments.
 
-    No decompositions: only what autograd itself takes apart is taken apart.
+    Parameters
+    ----------
+    module
+        Has no parameters of its own.
+    arguments
+        Fake tensors; those that require a gradient get one.
+
+    Returns
+    -------
+    JointGraph
+        Without decompositions: only what autograd itself takes apart is taken apart.
+
+    Raises
+    ------
+    ChangeCarriesGradient
+        The module changes an argument to a value that depends on parameters.
     """
     modes = (
         _resampling_kept_whole(),
@@ -153,10 +192,10 @@ def joint_graph(module: nn.Module, arguments: list[Tensor]) -> JointGraph:
     return _with_roles(graph_module)
 
 
-def evaluate_fake(node: Node, args: Any) -> Any:
-    """What ``node`` would give for these fake arguments; None where torch refuses them."""
+def evaluate_fake(node: Node, args: Sequence[object]) -> Tensor | None:
+    """Return the tensor that a call would give for these fake arguments; None where torch refuses them."""
     modes = [value.fake_mode for value in tree_leaves(args) if isinstance(value, FakeTensor)]
-    target: Any = node.target
+    target = cast("Callable[..., Tensor]", node.target)
     try:
         with modes[0], torch.no_grad():
             return target(*args, **torch.fx.map_arg(node.kwargs, lambda n: n.meta["val"]))
@@ -166,8 +205,8 @@ def evaluate_fake(node: Node, args: Any) -> Any:
 
 @contextlib.contextmanager
 def _resampling_kept_whole() -> Iterator[None]:
-    """Without torch's Python versions of upsampling, which index and blend: eager runs one kernel."""
-    taken: list[tuple[Any, Any, Any]] = []
+    """Take torch's Python versions of upsampling away, which index and blend: eager runs one kernel."""
+    taken: list[tuple[OpOverload, torch._C.DispatchKey, Callable[..., object]]] = []
     for name in _RESAMPLING:
         packet = getattr(torch.ops.aten, name, None)
         for overload in () if packet is None else packet.overloads():
@@ -186,34 +225,42 @@ def _resampling_kept_whole() -> Iterator[None]:
 
 @contextlib.contextmanager
 def grouped_products_of_any_dtype() -> Iterator[None]:
-    """Fake tensors take ``grouped_mm`` of every dtype that the kernels take; torch's fake insists on bf16."""
-    module: Any = torch._meta_registrations
-    given = module._meta_grouped_mm_common
+    """Let fake tensors take ``grouped_mm`` of every dtype that the kernels take; torch's insist on bf16."""
+    module = torch._meta_registrations
+    given: Callable[..., object] = module._meta_grouped_mm_common
+    create: Callable[..., object] = module._create_grouped_mm_output_tensor
 
-    def common(a: Tensor, b: Tensor, scale_a: Any, scale_b: Any, **rest: Any) -> Any:
+    def common(
+        a: Tensor,
+        b: Tensor,
+        scale_a: Tensor | None,
+        scale_b: Tensor | None,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        scale_result: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        **rest: bool,
+    ) -> object:
         narrow = a.dtype == b.dtype == torch.bfloat16
         if scale_a is not None or narrow or a.dtype != b.dtype:
-            return given(a, b, scale_a, scale_b, **rest)
-        return module._create_grouped_mm_output_tensor(a, b, rest["offs"], rest["out_dtype"])
+            return given(a, b, scale_a, scale_b, offs, bias, scale_result, out_dtype, **rest)
+        return create(a, b, offs, out_dtype)
 
-    module._meta_grouped_mm_common = common
-    try:
+    with attribute_replaced(module, "_meta_grouped_mm_common", common):
         yield
-    finally:
-        module._meta_grouped_mm_common = given
 
 
 @contextlib.contextmanager
 def _dropout_as_in_eager() -> Iterator[None]:
-    """Dropout of narrow numbers on the CPU scales the mask first, as eager does, and rounds like it.
+    """Trace dropout of narrow numbers on the CPU as eager runs it: the mask is scaled first, and rounds so.
 
-    (The fused call, which scales last, gives the same bits in float32 and keeps a mask of bytes.)
+    The fused call, which scales last, gives the same bits in float32 and keeps a mask of bytes.
     """
     operator = torch.ops.aten.dropout.default
     given = dict(operator.py_kernels)
-    fused: Any = given[torch._C.DispatchKey.Autograd]
+    fused = given[torch._C.DispatchKey.Autograd]
 
-    def dropout(x: Tensor, rate: float, train: bool) -> Any:
+    def dropout(x: Tensor, rate: float, train: bool) -> object:
         if train and rate == 1 and x.device.type == "cpu":  # draws nothing
             return x * torch.zeros((), dtype=x.dtype)
         if not train or rate == 0 or x.device.type != "cpu" or x.element_size() >= 4:
@@ -231,7 +278,7 @@ def _dropout_as_in_eager() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _checks_without_tokens() -> Iterator[None]:
-    """The check for singular matrices as a plain call: torch would thread tokens through the joint graph."""
+    """Trace the check for singular matrices as a plain call; torch would thread tokens through the graph."""
     holder = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
     given, holder._effect = holder._effect, None
     try:
@@ -254,7 +301,7 @@ def _functorch_levels_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def distributions_unchecked() -> Iterator[None]:
-    """While active, ``torch.distributions`` does not look at the values of its arguments."""
+    """Keep ``torch.distributions`` from looking at the values of its arguments."""
     kind = torch.distributions.Distribution
     given = kind._validate_args
     kind.set_default_validate_args(False)
@@ -264,33 +311,39 @@ def distributions_unchecked() -> Iterator[None]:
         kind.set_default_validate_args(given)
 
 
-def math_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **given: Any) -> Tensor:
-    """``scaled_dot_product_attention`` as the math backend computes it."""
-    names = ("attn_mask", "dropout_p", "is_causal")
-    given = dict(zip(names, rest, strict=False)) | given
-    mask, rate, causal = given.get("attn_mask"), given.get("dropout_p", 0.0), given.get("is_causal", False)
-    kernel: Any = torch.ops.aten._scaled_dot_product_attention_math.default
-    options = {"scale": given.get("scale"), "enable_gqa": given.get("enable_gqa", False)}
-    return kernel(query, key, value, mask, rate, causal, **options)[0]  # type: ignore[no-any-return]
+def math_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return ``scaled_dot_product_attention`` as the math backend computes it."""
+    kernel = torch.ops.aten._scaled_dot_product_attention_math.default
+    results = kernel(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return cast("tuple[Tensor, Tensor]", results)[0]
 
 
 def is_higher_order(node: Node) -> bool:
-    """Whether a call takes functions as arguments (``torch.cond`` and its kind)."""
+    """Return whether a call takes functions as arguments (``torch.cond`` and its kind)."""
     return isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def transform_depth() -> int:
-    """How many torch.func transforms (vmap, grad, jvp, functionalize) are being applied."""
+    """Return how many torch.func transforms (vmap, grad, jvp, functionalize) are being applied."""
     return int(torch._C._functorch.get_dynamic_layer_stack_depth())
 
 
 def is_wrapped(value: Tensor) -> bool:
-    """Whether a torch.func transform put this tensor around another."""
+    """Return whether a torch.func transform put this tensor around another."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
 
 
 def functorch_nesting(node: Node) -> int:
-    """+1 where a call of the exported graph opens a torch.func transform, -1 where it closes one, else 0."""
+    """Return +1 for a call that opens a torch.func transform, -1 for the one that closes it."""
     if getattr(node.target, "__module__", "") != "torch._functorch.predispatch":
         return 0
     name = getattr(node.target, "__name__", "")
@@ -298,7 +351,7 @@ def functorch_nesting(node: Node) -> int:
 
 
 def random_state() -> bytes:
-    """The real state of the CPU's random numbers, also while fake tensors are traced."""
+    """Return the real state of the CPU's random numbers, also while fake tensors are traced."""
     with torch._C._DisableTorchDispatch():
         return bytes(torch.default_generator.get_state().numpy())
 
@@ -320,7 +373,8 @@ def _with_roles(module: GraphModule) -> JointGraph:
         else:
             raise SplitError(f"the joint graph has an argument of unknown role: {role}")
     output = module.graph.output_node()
-    for value, role in zip(output.args[0], output.meta["desc"], strict=True):  # type: ignore[arg-type]
+    values = cast("tuple[Node | None, ...]", output.args[0])
+    for value, role in zip(values, output.meta["desc"], strict=True):
         if value is None:
             continue
         if isinstance(role, descriptors.PlainAOTOutput):
@@ -334,38 +388,56 @@ def _with_roles(module: GraphModule) -> JointGraph:
     return roles
 
 
-def _argument(role: Any) -> int:
+def _argument(role: descriptors.AOTInput) -> int:
     if not isinstance(role, descriptors.PlainAOTInput):
         raise SplitError(f"the joint graph speaks of an argument of unknown role: {role}")
     return int(role.idx)
 
 
 def preserve_node_meta() -> contextlib.AbstractContextManager[None]:
-    """While active, traced nodes inherit the meta set by `node_meta`."""
+    """Return a context in which traced nodes inherit the meta set by `node_meta`."""
     return fx_traceback.preserve_node_meta()
 
 
 def node_meta(node: Node) -> contextlib.AbstractContextManager[None]:
-    """Nodes traced inside carry the module path and source line of ``node``."""
+    """Return a context in which traced nodes get the module path and source line of ``node``."""
     return fx_traceback.set_current_meta(node)
 
 
-def region_of_call(node: Node) -> tuple[str, tuple[Any, ...], Node, tuple[Any, ...]] | None:
-    """(kind, settings, submodule, arguments) of a region node that export made, else None.
+@dataclass(frozen=True)
+class RegionCall:
+    """A call that runs a submodule under a mode, as export makes it of a ``with`` block.
 
-    kind "grad" has settings (enabled,), kind "autocast" (device type, dtype, enabled, cache enabled).
+    Attributes
+    ----------
+    kind, settings
+        ``"grad"`` with (enabled,), or ``"autocast"`` with (device type, dtype, enabled, cache enabled).
+    body
+        Name of the submodule.
+    arguments
+        What the submodule is called with.
     """
-    name = getattr(node.target, "__name__", "")
-    if name == "wrap_with_set_grad_enabled":
-        return "grad", tuple(node.args[:1]), node.args[1], tuple(node.args[2:])  # type: ignore[return-value]
-    if name == "wrap_with_autocast":
-        return "autocast", tuple(node.args[:4]), node.args[4], tuple(node.args[5:])  # type: ignore[return-value]
-    return None
+
+    kind: Literal["grad", "autocast"]
+    settings: tuple[object, ...]
+    body: str
+    arguments: tuple[Argument, ...]
+
+    @staticmethod
+    def of(node: Node) -> RegionCall | None:
+        """Return what a node of an exported graph runs under a mode; None for any other node."""
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        args = node.args
+        if name == "wrap_with_set_grad_enabled":
+            return RegionCall("grad", args[:1], str(cast("Node", args[1]).target), args[2:])
+        if name == "wrap_with_autocast":
+            return RegionCall("autocast", args[:4], str(cast("Node", args[4]).target), args[5:])
+        return None
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep torch's own traces of a failed trace off the terminal: the error says what is needed."""
+    """Keep torch's reports of a failed trace off the terminal: the error says what is needed."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -384,28 +456,28 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_in_eager() -> Iterator[None]:
-    """A model that asks whether it is compiled or exported hears no, and does what it does in eager
-    (Hugging Face models then leave the causal mask to the kernel)."""
-    previous = torch.compiler._is_exporting_flag, torch.compiler._is_compiling_flag
-    torch.compiler._is_exporting_flag = torch.compiler._is_compiling_flag = False
-    try:
+    """Tell a model that asks whether it is compiled or exported that it is not, as in eager.
+
+    Hugging Face models then leave the causal mask to the kernel.
+    """
+    with (
+        attribute_replaced(torch.compiler, "_is_exporting_flag", False),
+        attribute_replaced(torch.compiler, "_is_compiling_flag", False),
+    ):
         yield
-    finally:
-        torch.compiler._is_exporting_flag, torch.compiler._is_compiling_flag = previous
 
 
 def ambient_autocast() -> list[tuple[str, torch.dtype]]:
-    """(device type, dtype) of the autocast regions that the caller is in."""
+    """Return (device type, dtype) of the autocast regions that the caller is in."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
 
 
 @contextlib.contextmanager
 def without_tensor_hooks() -> Iterator[None]:
-    """While active, a gradient hook on a tensor is refused with its source line: no stage would call it."""
-    given = Tensor.register_hook
+    """Refuse a gradient hook on a tensor, with its source line: no stage would call it."""
 
-    def refuse(tensor: Tensor, hook: Any) -> Any:
+    def refuse(tensor: Tensor, hook: object) -> NoReturn:
         frame = sys._getframe(1)
         raise CaptureError(
             "cannot capture a gradient hook on a tensor: it would not run",
@@ -413,15 +485,12 @@ def without_tensor_hooks() -> Iterator[None]:
             fix="do its work in a torch.autograd.Function, or on param.grad after the step",
         )
 
-    Tensor.register_hook = refuse  # type: ignore[method-assign]
-    try:
+    with attribute_replaced(Tensor, "register_hook", refuse):
         yield
-    finally:
-        Tensor.register_hook = given  # type: ignore[method-assign]
 
 
 def wrapper_kind(module: nn.Module) -> str:
-    """Name of the parallel wrapper or script that ``module`` is, or an empty string."""
+    """Return the name of the parallel wrapper or script that a module is, or an empty string."""
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
@@ -431,31 +500,31 @@ def wrapper_kind(module: nn.Module) -> str:
 
 
 def parameter_kind(parameter: Tensor) -> str:
-    """Name of a tensor subclass that cannot be captured, or an empty string."""
+    """Return the name of a tensor subclass that cannot be captured, or an empty string."""
     if isinstance(parameter, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
         return "lazy parameter"
     data = parameter.data
     return "" if type(data) is Tensor or isinstance(data, FakeTensor) else type(data).__name__
 
 
-def schema(target: Any) -> Any:
-    """The operator's schema: arguments with alias annotations, whether it changes any."""
+def schema(target: OpOverload) -> torch.FunctionSchema:
+    """Return an operator's schema: arguments with alias annotations, whether it changes any."""
     return target._schema
 
 
 def storage_key(value: Tensor) -> int:
-    """Equal for two tensors, fake ones too, iff they share storage."""
+    """Return a number that two tensors, fake ones too, have in common iff they share storage."""
     return int(value.untyped_storage()._cdata)
 
 
-def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The module's own parameters and buffers, to be replaced in place."""
-    return module._parameters, module._buffers
+def tensor_tables(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """Return the module's own tables of parameters and buffers: tensors are replaced there."""
+    return cast("dict[str, Tensor | None]", module._parameters), module._buffers
 
 
 def storage_bytes(value: Tensor) -> int:
-    """Bytes of a fake tensor's storage; the upper bound where the size depends on data."""
-    size: Any = value.untyped_storage().nbytes()
+    """Return the bytes of a fake tensor's storage; the upper bound where the size depends on data."""
+    size = cast("int | torch.SymInt", value.untyped_storage().nbytes())
     if isinstance(size, int):
         return size
     bound = size.node.shape_env.bound_sympy(size.node.expr).upper
@@ -466,18 +535,18 @@ def storage_bytes(value: Tensor) -> int:
 
 
 def has_hooks(parameter: Tensor) -> bool:
-    """Whether the user asked for code to run on this parameter's gradient."""
+    """Return whether the user asked for code to run on this parameter's gradient."""
     hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
     return any(hooks)
 
 
 def backward_hooks(module: nn.Module) -> bool:
-    """Whether the user asked for code to run in this module's backward."""
+    """Return whether the user asked for code to run in this module's backward."""
     return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
 
 
 def assigned_buffers(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
-    """(module, name) -> buffer, to see after a call which ones were replaced."""
+    """Return (module, name) -> buffer, to see after a call which ones were replaced."""
     return {
         (module, name): buffer
         for module in model.modules()
@@ -491,11 +560,11 @@ def set_buffer(module: nn.Module, name: str, buffer: Tensor) -> None:
     module._buffers[name] = buffer
 
 
-def inductor_compile(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
-    """A graph that takes one list and empties it --> the same, compiled by inductor.
+def inductor_compile(module: GraphModule) -> Callable[[list[object]], Sequence[object]]:
+    """Compile a graph that takes one list and empties it with inductor; the result is called in the same way.
 
-    Decomposed with inductor's own table; random calls stay eager's, so that they draw the same bits;
-    results keep the strides of the graph. Raises what inductor raises.
+    The graph is decomposed with inductor's own table. Random calls stay eager's, so that they draw the same
+    bits. Results keep the strides of the graph. Raises what inductor raises.
     """
     import torch._inductor.config
     from torch._inductor.compile_fx import compile_fx_inner, record_original_output_strides
@@ -512,7 +581,7 @@ def inductor_compile(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]
             lambda *given: module.forward(list(given)), decomposition_table=select_decomp_table()
         )(*examples)
         output = traced.graph.output_node()
-        results: Any = output.args[0]
+        results = cast("Sequence[Argument]", output.args[0])
         output.meta["user_visible_output_idxs"] = list(range(len(results)))
         record_original_output_strides(traced)
         with V.set_fake_mode(modes[0] if modes else fake_mode()):
@@ -520,7 +589,7 @@ def inductor_compile(module: GraphModule) -> Callable[[list[Any]], Sequence[Any]
 
 
 def missing_compiler() -> str:
-    """Why inductor cannot build code for the CPU here; an empty string when it can."""
+    """Return why inductor cannot build code for the CPU here; an empty string when it can."""
     from torch._inductor import cpp_builder, exc
 
     try:

@@ -1,4 +1,8 @@
-"""Tracing makes millions of objects and little garbage: walking them costs a seventh of its time."""
+"""Pause Python's garbage collector while a model is traced.
+
+Tracing makes millions of objects and little garbage; the collector's walks over them cost a seventh of the
+time.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ __all__ = ["collection_paused"]
 
 @contextlib.contextmanager
 def collection_paused() -> Iterator[None]:
-    """While active, the cyclic garbage collector rests; it goes on afterwards if it was on before."""
+    """Pause the cyclic garbage collector; it goes on afterwards if it was on before."""
     running = gc.isenabled()
     gc.disable()
     try:

@@ -1,26 +1,30 @@
-"""Attention masks that are constants: drop them where the model itself does without in eager.
+"""Drop constant attention masks where the model itself does without them in eager.
 
 ``scaled_dot_product_attention(q, k, v, mask) --> scaled_dot_product_attention(q, k, v, is_causal=True)``
 
-Under export, transformers builds the causal mask as a tensor and repeats keys and values, because it
-may not look at the mask's values; in eager it looks, passes ``is_causal`` instead and leaves the
-repetition to the kernel. Here the mask is computed once, looked at, and the eager call is put back: the
-same bits as the untouched model, no mask to hold per layer and a faster kernel. A mask that depends on
+Contract in: a captured graph. Contract out: the same bits as the untouched model in eager, no mask to hold
+per layer and a faster kernel.
+
+Under export, transformers builds the causal mask as a tensor and repeats keys and values, because it may not
+look at the mask's values; in eager it looks, passes ``is_causal`` instead and leaves the repetition to the
+kernel. Here the mask is computed once and compared, and the eager call is put back. A mask that depends on
 the batch (padding) or that another library wrote stays as it is.
 """
 
 from __future__ import annotations
 
-import operator
 import re
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import Argument
 
 from zbcompile.passes.aliasing import changed_arguments, is_random
-from zbcompile.passes.capture.capture import Captured
+from zbcompile.passes.capture.captured import Captured
+from zbcompile.passes.nodes import is_getitem, value_of
 from zbcompile.passes.torch_private import OpOverload
 
 __all__ = ["fold_constant_masks", "is_mask_of_transformers"]
@@ -31,12 +35,14 @@ _ORIGIN = re.compile(r"transformers/(masking_utils\.py|.*\n.*\b(create_\w*mask\w
 """A stack through transformers' masking code; traced nodes keep the frames of modules, which call it."""
 _GQA_WIDTH = 256
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_RESHAPES = ("reshape", "_unsafe_view", "view")
+_REPEATS = (*_RESHAPES, "clone", "expand", "slice", "unsqueeze")
 
 
 def fold_constant_masks(captured: Captured) -> int:
-    """Edit the captured graph in place; returns how many attention calls lost a constant mask."""
+    """Edit the captured graph in place; return how many attention calls lost a constant mask."""
     graph = captured.module.graph
-    kinds: dict[Node, str | None] = {}
+    kinds: dict[Node, _Kind] = {}
     folded = 0
     for node in graph.find_nodes(op="call_function", target=_ATTENTION):
         mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
@@ -45,7 +51,7 @@ def fold_constant_masks(captured: Captured) -> int:
         if mask not in kinds:
             kinds[mask] = _kind(mask, captured)
         if kinds[mask] is not None:
-            _without_mask(node, causal=kinds[mask] == "causal")
+            _remove_mask(node, causal=kinds[mask] == "causal")
             folded += 1
     for mask, kind in kinds.items():
         if kind is not None:
@@ -53,10 +59,13 @@ def fold_constant_masks(captured: Captured) -> int:
     return folded
 
 
-def _kind(mask: Node, captured: Captured) -> str | None:
-    """ "causal" (lower triangle), "full" (all ones), or None: not a constant mask of transformers."""
-    value = mask.meta.get("val")
-    if not isinstance(value, Tensor) or value.dtype != torch.bool or value.numel() > LARGEST:
+_Kind = Literal["causal", "full"] | None
+"""Lower triangle, all ones, or None: not a constant mask of transformers."""
+
+
+def _kind(mask: Node, captured: Captured) -> _Kind:
+    value = value_of(mask)
+    if value is None or value.dtype != torch.bool or value.numel() > LARGEST:
         return None
     cone = _cone(mask)
     if not any(is_mask_of_transformers(node) for node in cone):
@@ -75,11 +84,12 @@ def _kind(mask: Node, captured: Captured) -> str | None:
 
 
 def is_mask_of_transformers(node: Node) -> bool:
-    """Whether transformers' masking code made this call."""
+    """Return whether transformers' masking code made a call."""
     return bool(_ORIGIN.search(str(node.meta.get("stack_trace") or "").replace("\\", "/")))
 
 
 def _cone(mask: Node) -> list[Node]:
+    """Return the mask and everything that it is computed from, in graph order."""
     past: set[Node] = set()
     waiting = [mask]
     while waiting:
@@ -96,13 +106,13 @@ def _is_constant(node: Node, captured: Captured) -> bool:
         return role.kind == "constant" and not captured.constants[role.name].is_meta
     if node.op != "call_function" or is_random(node) or changed_arguments(node):
         return False
-    return isinstance(node.target, OpOverload) or node.target is operator.getitem
+    return isinstance(node.target, OpOverload) or is_getitem(node)
 
 
-def _evaluate(mask: Node, cone: list[Node], captured: Captured) -> Tensor:
-    """The mask's values, computed on the CPU; intermediate values go as soon as they are used."""
+def _evaluate(mask: Node, cone: Sequence[Node], captured: Captured) -> Tensor:
+    """Compute the mask on the CPU; intermediate values are dropped as soon as they are used."""
     last = {argument: node for node in cone for argument in node.all_input_nodes}
-    values: dict[Node, Any] = {}
+    values: dict[Node, Argument] = {}
     with torch.no_grad():
         for node in cone:
             if node.op == "placeholder":
@@ -112,16 +122,14 @@ def _evaluate(mask: Node, cone: list[Node], captured: Captured) -> Tensor:
             kwargs = dict(torch.fx.map_arg(node.kwargs, lambda n: values[n]))
             if kwargs.get("device") is not None:
                 kwargs["device"] = torch.device("cpu")
-            target: Any = node.target
-            values[node] = target(*args, **kwargs)
+            values[node] = cast("Callable[..., Argument]", node.target)(*args, **kwargs)
             for argument in node.all_input_nodes:
                 if last[argument] is node:
                     del values[argument]
-    result: Tensor = values[mask]
-    return result
+    return cast("Tensor", values[mask])
 
 
-def _without_mask(node: Node, *, causal: bool) -> None:
+def _remove_mask(node: Node, *, causal: bool) -> None:
     query, key, value = node.args[:3]
     kwargs = {name: item for name, item in node.kwargs.items() if name != "attn_mask"}
     rate = node.args[4] if len(node.args) > 4 else kwargs.pop("dropout_p", 0.0)
@@ -137,17 +145,18 @@ def _width(node: Node) -> int:
     return int(node.meta["val"].shape[-1])
 
 
-def _before_repeat(node: Any) -> Node | None:
-    """x, if ``node`` is transformers' repeat_kv of x: (b, heads, s, d) -> (b, heads * n, s, d)."""
+def _before_repeat(node: Argument) -> Node | None:
+    """Return x, if ``node`` is transformers' repeat_kv of x: (b, heads, s, d) -> (b, heads * n, s, d)."""
     chain: list[str] = []
     while isinstance(node, Node) and node.op == "call_function" and len(chain) < 8:
         name = str(node.target).split(".")[1] if str(node.target).startswith("aten.") else ""
-        if name not in ("reshape", "clone", "_unsafe_view", "view", "expand", "slice", "unsqueeze"):
+        if name not in _REPEATS:
             return None
         chain.append(name)
         node = node.args[0]
         if name == "unsqueeze":
-            return node if "expand" in chain and chain[0] in ("reshape", "_unsafe_view", "view") else None
+            found = isinstance(node, Node) and "expand" in chain and chain[0] in _RESHAPES
+            return cast("Node", node) if found else None
     return None
 
 

@@ -1,26 +1,29 @@
-"""Custom ``autograd.Function``s: one opaque call in the captured graph, the class itself in the joint trace.
+"""Capture a custom ``autograd.Function`` as one opaque call, and apply its class in the joint trace.
 
-Export would look through a Function and differentiate its forward, which is wrong whenever the backward
-says something else. So while capturing, every Function's ``forward`` is replaced by one call of
-``zbcompile::function`` that remembers class and arguments; `FunctionCall` applies the class again when
-the stage is differentiated, with its own backward.
+``F.apply(x, 2.0) --> zbcompile::function(key, [x])``. Export would look through a Function and differentiate
+its forward, which is wrong whenever the backward says something else. So while a model is captured, every
+Function's ``forward`` is replaced by one call of ``zbcompile::function`` that records class and arguments;
+`FunctionCall` applies the class again when the stage is differentiated, with its own backward.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.fx.node import Target
 
 from zbcompile.errors import CaptureError
 from zbcompile.passes.capture.nested_values import Spec, flatten, unflatten
 
 __all__ = ["FunctionCall", "intercepted", "is_function_call"]
+
+_Function = type[torch.autograd.Function]
 
 _TRANSPARENT = ("torch._", "torch.autograd.", "torch.nn.attention.")
 """Modules of torch whose Functions export treats correctly or that never run inside a model."""
@@ -35,45 +38,61 @@ _LIBRARY.define("function(int key, Tensor[] tensors) -> Tensor[]")  # type: igno
 
 @dataclass
 class FunctionCall:
-    """One recorded ``cls.apply(*args)``; calling it with the flat tensors applies the class again."""
+    """One recorded ``cls.apply(*args)``.
 
-    cls: type[torch.autograd.Function]
-    forward: Any
+    Attributes
+    ----------
+    cls
+        The Function.
+    forward
+        Its own forward, which is replaced while the model is captured.
+    arguments
+        How the tensors sit among the arguments.
+    result
+        How the results are nested; None until shapes are inferred.
+    """
+
+    cls: _Function
+    forward: Callable[..., object]
     arguments: Spec
     result: Spec | None = field(default=None)
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The flat tensor results of ``cls.apply`` on ``tensors`` and the recorded other arguments."""
-        apply: Any = self.cls.apply
+        """Apply the class to ``tensors`` and the recorded other arguments; return the flat results."""
+        apply: Callable[..., object] = self.cls.apply
         return flatten(apply(*unflatten(self.arguments, tensors)))[0]
 
     def infer(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Fresh tensors shaped like the results, from the class's own forward on fake ``tensors``."""
-        context = _Context(self.cls, len(tensors))
+        """Return fresh tensors shaped like the results, from the class's own forward on fake tensors."""
+        context = _ShapeContext(self.cls, len(tensors))
         given = unflatten(self.arguments, tensors)
-        own = self.cls.setup_context is not torch.autograd.Function.setup_context
         with torch.no_grad():
-            value = self.forward(*given) if own else self.forward(context, *given)
+            value = self.forward(context, *given) if _takes_context(self.cls) else self.forward(*given)
         results, self.result = flatten(value)
         return [torch.empty_like(result) for result in results]
 
 
-class _Context:
+def _takes_context(cls: _Function) -> bool:
+    """Return whether a forward gets ``ctx``: the class has no ``setup_context`` of its own."""
+    return cls.setup_context is torch.autograd.Function.setup_context
+
+
+class _ShapeContext:
     """Takes what a forward does to ``ctx`` while only shapes are wanted."""
 
-    def __init__(self, cls: type, count: int) -> None:
+    def __init__(self, cls: _Function, count: int) -> None:
         self._cls = cls
         self.needs_input_grad = (True,) * count
 
-    def save_for_backward(self, *tensors: Any) -> None: ...
+    def save_for_backward(self, *tensors: object) -> None: ...
 
-    def save_for_forward(self, *tensors: Any) -> None: ...
+    def save_for_forward(self, *tensors: object) -> None: ...
 
-    def mark_non_differentiable(self, *tensors: Any) -> None: ...
+    def mark_non_differentiable(self, *tensors: object) -> None: ...
 
     def set_materialize_grads(self, value: bool) -> None: ...
 
-    def mark_dirty(self, *tensors: Any) -> None:
+    def mark_dirty(self, *tensors: object) -> None:
         raise CaptureError(
             f"the autograd.Function {self._cls.__qualname__} changes its input in place",
             where=self._cls.__module__,
@@ -89,50 +108,66 @@ def _infer(key: int, tensors: list[Tensor]) -> list[Tensor]:
     return active[key].infer(tensors)
 
 
-def is_function_call(target: Any) -> bool:
-    """True for the opaque call that stands for a custom Function."""
+def is_function_call(target: Target) -> bool:
+    """Return whether a call's target is the opaque operator that stands for a custom Function."""
     return target is torch.ops.zbcompile.function.default
 
 
 @contextlib.contextmanager
 def intercepted() -> Iterator[dict[int, FunctionCall]]:
-    """While active, record every custom Function; yields key -> call. All classes are restored after."""
+    """Record every call of a custom Function while active; the classes are restored afterwards.
+
+    Yields
+    ------
+    dict
+        Key -> recorded call.
+    """
     calls: dict[int, FunctionCall] = {}
     token = _ACTIVE.set(calls)
-    replaced: list[tuple[type, Any]] = []
+    replaced: list[tuple[_Function, object]] = []
     try:
         for cls in _all_functions(torch.autograd.Function):
-            own = cls.__dict__.get("forward")
+            own = vars(cls).get("forward")
             if own is not None and not cls.__module__.startswith(_TRANSPARENT):
                 replaced.append((cls, own))
                 inline = cls.__module__ == "torch.utils.checkpoint"
-                patched = _run_inline if inline else _recorder(cls, getattr(cls, "forward"), calls)  # noqa: B009
-                cls.forward = staticmethod(patched)
+                recorder = _run_inline if inline else _recorder(cls, cls.forward, calls)
+                setattr(cls, "forward", staticmethod(recorder))  # noqa: B010
         yield calls
     finally:
         for cls, own in replaced:
-            cls.forward = own  # type: ignore[attr-defined]
+            setattr(cls, "forward", own)  # noqa: B010
         _ACTIVE.reset(token)
 
 
-def _all_functions(cls: Any) -> list[Any]:
-    found: list[Any] = []
+def _all_functions(cls: _Function) -> list[_Function]:
+    found: list[_Function] = []
     for child in cls.__subclasses__():
         found += [child, *_all_functions(child)]
     return list(dict.fromkeys(found))
 
 
-def _run_inline(ctx: Any, run_function: Any, preserve_rng_state: Any, *args: Any) -> Any:
-    """Reentrant checkpointing: the block itself. What to recompute is decided by the save set."""
+class _Context(Protocol):
+    """The ``ctx`` of a forward, as far as it is used here."""
+
+    mark_non_differentiable: Callable[..., None]
+
+
+def _run_inline(
+    ctx: _Context, run_function: Callable[..., object], preserve_rng_state: object, *args: object
+) -> object:
+    """Run the block of a reentrant checkpoint itself; the save set decides what is recomputed."""
     ctx.mark_non_differentiable = lambda *_: None
     return run_function(*args)
 
 
-def _recorder(cls: Any, forward: Any, calls: dict[int, FunctionCall]) -> Any:
-    """A forward that makes one opaque call. A subclass that inherits ``forward`` is recorded as itself."""
-    takes_context = cls.setup_context is torch.autograd.Function.setup_context
+def _recorder(
+    cls: _Function, forward: Callable[..., object], calls: dict[int, FunctionCall]
+) -> Callable[..., object]:
+    """Return a forward that makes one opaque call. A subclass that inherits it is recorded as itself."""
+    takes_context = _takes_context(cls)
 
-    def record(*args: Any) -> Any:
+    def record(*args: object) -> object:
         owner = cls
         if takes_context:
             context, args = args[0], args[1:]
@@ -141,7 +176,7 @@ def _recorder(cls: Any, forward: Any, calls: dict[int, FunctionCall]) -> Any:
         call = FunctionCall(owner, forward, spec)
         key = len(calls)
         calls[key] = call
-        results = torch.ops.zbcompile.function(key, tensors)
+        results = cast("list[Tensor]", torch.ops.zbcompile.function(key, tensors))
         if call.result is None:
             name = owner.__qualname__
             raise CaptureError(f"no shapes could be inferred for {name}", where=owner.__module__)

@@ -1,16 +1,15 @@
-"""Stand-ins: a model without weights is captured on fake tensors of the device it is planned for.
+"""Capture a model without weights as if it were on the device that it is planned for.
 
-On the meta device torch picks the attention that holds every score, and a plan made there asks for eight
-times the memory. So while a model whose parameters are on the meta device is captured, every parameter,
-buffer and example is replaced by a fake tensor on a real device, and a call that asks for the meta device
-gets that device instead. The model is put back afterwards; no memory is allocated.
+``model on the meta device --> fake tensors of a real device``. On the meta device torch picks the attention
+that holds every score, and a plan made there asks for eight times the memory. So while such a model is
+captured, every parameter, buffer and example is replaced by a fake tensor on a real device, and a call that
+asks for the meta device gets that device. The model is put back afterwards; no memory is allocated.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from zbcompile.errors import CaptureError, UsageError
 from zbcompile.passes import torch_private
 
-__all__ = ["PlannedDevice", "planned_device", "on_planned_device"]
+__all__ = ["meta_as_fake", "planned_device"]
 
 _META = torch.device("meta")
 
@@ -27,14 +26,21 @@ _META = torch.device("meta")
 def planned_device(
     model: nn.Module, examples: Sequence[Tensor], device: torch.device | str | None = None
 ) -> torch.device | None:
-    """The device to plan for if ``model`` has tensors on the meta device, else None.
+    """Return the device to plan a model for if it or its examples are on the meta device, else None.
 
-    ``device``, if given; else the device of the examples that are not on meta; else the CPU.
+    Parameters
+    ----------
+    model, examples
+        What is captured.
+    device
+        The answer, if given. By default the device of the examples that are not on meta, else the CPU.
 
     Raises
     ------
-    CaptureError : a module holds a meta tensor that is neither parameter nor buffer: its values are lost.
-    UsageError : the device has no backend in this torch, or is the meta device.
+    CaptureError
+        A module holds a meta tensor that is neither parameter nor buffer: its values are lost.
+    UsageError
+        The device has no backend in this torch, or is the meta device.
     """
     if not any(t.device.type == "meta" for t in (*model.parameters(), *model.buffers(), *examples)):
         return None
@@ -60,24 +66,34 @@ def planned_device(
 def _has_backend(device: torch.device) -> bool:
     if device.type == "cpu":
         return True
-    return torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == device.type  # type: ignore[union-attr]
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator is not None and accelerator.type == device.type
 
 
 @contextlib.contextmanager
-def on_planned_device(
+def meta_as_fake(
     model: nn.Module, examples: Sequence[Tensor], device: torch.device | str | None = None
 ) -> Iterator[tuple[list[Tensor], contextlib.AbstractContextManager[object]]]:
-    """Examples to capture with and the mode to run the forward under.
+    """Replace the tensors of a model on the meta device by fake ones on its `planned_device` while active.
 
-    Nothing changes for a model without meta tensors. Otherwise, while active, all tensors of ``model``
-    are fakes on the `planned_device`; a tensor that is registered twice stays one tensor.
+    Nothing changes for a model without meta tensors. A tensor that is registered twice stays one tensor.
+
+    Parameters
+    ----------
+    model, examples, device
+        See `planned_device`.
+
+    Yields
+    ------
+    list of Tensor, context manager
+        The examples to capture with, and the mode to run the forward under.
     """
     chosen = planned_device(model, examples, device)
     if chosen is None:
         yield list(examples), contextlib.nullcontext()
         return
     fakes = _Fakes(chosen)
-    places: list[tuple[Any, str, Tensor]] = [
+    held = [
         (table, name, value)
         for module in model.modules()
         for table in torch_private.tensor_tables(module)
@@ -86,12 +102,12 @@ def on_planned_device(
     ]
     default = chosen if torch.get_default_device() == _META else contextlib.nullcontext()
     try:
-        for table, name, value in places:
+        for table, name, value in held:
             table[name] = fakes.of(value)
         with default:
-            yield [fakes.of(value) for value in examples], PlannedDevice(chosen)
+            yield [fakes.of(value) for value in examples], _MetaRedirected(chosen)
     finally:
-        for table, name, value in places:
+        for table, name, value in held:
             table[name] = value
 
 
@@ -103,12 +119,13 @@ class _Fakes:
         self.made: dict[int, Tensor] = {}
 
     def of(self, value: Tensor) -> Tensor:
+        """Return the fake of a tensor."""
         if id(value) not in self.made:
             self.made[id(value)] = torch_private.as_fake(self.mode, value, value.requires_grad, self.device)
         return self.made[id(value)]
 
 
-class PlannedDevice(TorchFunctionMode):
+class _MetaRedirected(TorchFunctionMode):
     """Calls that ask for the meta device get ``device``."""
 
     def __init__(self, device: torch.device) -> None:
@@ -117,15 +134,15 @@ class PlannedDevice(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        given = {name: self._real(value) for name, value in (kwargs or {}).items()}
-        return func(*(self._real(value) for value in args), **given)
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        given = {name: self._redirected(value) for name, value in (kwargs or {}).items()}
+        return func(*(self._redirected(value) for value in args), **given)
 
-    def _real(self, value: Any) -> Any:
+    def _redirected(self, value: object) -> object:
         if isinstance(value, torch.device) and value == _META:
             return self.device
         return str(self.device) if type(value) is str and value == "meta" else value

@@ -1,67 +1,66 @@
-"""Modes of torch that a traced forward would pass over without a word: given their meaning, or refused.
+"""Give modes of torch that a tracer would ignore their meaning in the traced forward, or refuse them.
 
-``inference_mode`` becomes ``no_grad`` (the tracer does not see it, and gradients would flow). TorchScript
-functions are interpreted call by call (their own autodiff hides from the tracer). Hooks that pack what
-autograd saves are refused: no stage would run them. Argument checks of ``torch.distributions`` look at
-values, so they rest.
+``inference_mode`` becomes ``no_grad``: the tracer does not see it, and gradients would flow. TorchScript
+functions are interpreted call by call: their own autodiff hides from the tracer. Hooks that pack what
+autograd saves are refused: no stage would run them. The argument checks of ``torch.distributions`` are off:
+they look at values.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from zbcompile.errors import CaptureError
 from zbcompile.passes import torch_private
-from zbcompile.passes.provenance import place_of_caller
+from zbcompile.passes.provenance import caller_source
 
-__all__ = ["modes_seen"]
+__all__ = ["traced_modes"]
+
+_Enter = Callable[[saved_tensors_hooks], None]
 
 
 @contextlib.contextmanager
-def modes_seen() -> Iterator[None]:
-    """Active while the model's forward is traced; everything is put back afterwards."""
-    jit: Any = torch.jit
+def traced_modes() -> Iterator[None]:
+    """Put the modes' traced meaning in place while the model's forward is traced."""
+    replaced = torch_private.attribute_replaced
     with (
-        _replaced(torch.inference_mode, "__enter__", _enter_no_grad),
-        _replaced(torch.inference_mode, "__exit__", _leave_no_grad),
-        _replaced(saved_tensors_hooks, "__enter__", _enter_hooks(saved_tensors_hooks.__enter__)),
-        jit.optimized_execution(False),
+        replaced(torch.inference_mode, "__enter__", _enter_no_grad),
+        replaced(torch.inference_mode, "__exit__", _leave_no_grad),
+        replaced(saved_tensors_hooks, "__enter__", _enter_hooks(saved_tensors_hooks.__enter__)),
+        torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
         torch_private.distributions_unchecked(),
     ):
         yield
 
 
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, function: Any) -> Iterator[None]:
-    given = owner.__dict__[name]
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        setattr(owner, name, given)
+class _InferenceMode(Protocol):
+    """A ``torch.inference_mode`` whose methods are replaced."""
+
+    mode: bool
+    grad_before: bool
 
 
-def _enter_no_grad(mode: Any) -> None:
+def _enter_no_grad(mode: _InferenceMode) -> None:
     mode.grad_before = torch.is_grad_enabled()
     if mode.mode:
         torch.set_grad_enabled(False)
 
 
-def _leave_no_grad(mode: Any, *_: Any) -> None:
+def _leave_no_grad(mode: _InferenceMode, *_: object) -> None:
     torch.set_grad_enabled(mode.grad_before)
 
 
-def _enter_hooks(given: Any) -> Any:
-    def enter(hooks: Any) -> Any:
+def _enter_hooks(given: _Enter) -> _Enter:
+    def enter(hooks: saved_tensors_hooks) -> None:
         if type(hooks) is saved_tensors_hooks or not type(hooks).__module__.startswith("torch."):
             raise CaptureError(
                 "cannot capture hooks on the tensors that autograd saves: no stage would run them",
-                where=place_of_caller(),
+                where=caller_source(),
                 fix="leave them out, and choose what to hold with compile(..., recompute=...)",
             )
         return given(hooks)

@@ -1,4 +1,8 @@
-"""Nested Python values as a flat list of tensors and a description to rebuild them."""
+"""Take nested Python values apart into a flat list of tensors, and put them together again.
+
+``{"a": [x, None], "b": Point(y, 3)} --> [x, y] + Spec``. The nested values are the user's arguments and
+results: tuples, dicts, dataclasses, model outputs, objects.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MemberDescriptorType
-from typing import Any
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -17,12 +21,13 @@ from zbcompile.errors import UsageError
 __all__ = ["NotCarried", "Spec", "flatten", "unflatten"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
+_Build = Callable[[tuple[object, ...], list[object]], object]
 
 
 class NotCarried:
-    """Stands in a result for an object that no stage can send (a key-value cache, for instance).
+    """Replaces an object in a result that no stage can send (a key-value cache, for instance).
 
-    Touching an attribute raises UsageError that names the type.
+    Reading an attribute raises `UsageError`, which names the type.
     """
 
     def __init__(self, kind: str) -> None:
@@ -31,7 +36,7 @@ class NotCarried:
     def __repr__(self) -> str:
         return f"<{self.__dict__['kind']}: not carried through the pipeline>"
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         raise UsageError(
@@ -44,16 +49,27 @@ class NotCarried:
 class Spec:
     """One level of a nested value.
 
-    kind : "tensor" (the next of the flat list), "constant" (``value``), "container" (``build`` makes it
-        from the children's values) or "object" (a copy of ``value`` whose tensor attributes ``keys``
-        are the children).
+    Attributes
+    ----------
+    kind
+        ``"tensor"``: the next of the flat list. ``"constant"``: ``value`` itself. ``"container"``: what
+        ``build`` makes of the children. ``"object"``: a copy of ``value`` whose attributes ``keys`` are the
+        children.
+    value
+        A constant, the type of a container, or an object.
+    keys
+        Keys, indices or attribute names of the children.
+    children
+        The levels below.
+    build
+        Makes a container from the keys and the children's values.
     """
 
-    kind: str
-    value: Any = None
-    keys: tuple[Any, ...] = ()
+    kind: Literal["tensor", "constant", "container", "object"]
+    value: object = None
+    keys: tuple[object, ...] = ()
     children: tuple[Spec, ...] = ()
-    build: Callable[[tuple[Any, ...], list[Any]], Any] | None = None
+    build: _Build | None = None
 
     @property
     def num_tensors(self) -> int:
@@ -61,29 +77,46 @@ class Spec:
         return int(self.kind == "tensor") + sum(child.num_tensors for child in self.children)
 
     def paths(self, prefix: str = "") -> Iterator[str]:
-        """A readable path (``.logits``, ``[0]``) for every tensor leaf, in flat order."""
+        """Yield a readable path (``.logits``, ``[0]``) for every tensor leaf, in flat order."""
         if self.kind == "tensor":
             yield prefix
         for key, child in zip(self.keys, self.children, strict=True):
             yield from child.paths(f"{prefix}.{key}" if isinstance(key, str) else f"{prefix}[{key}]")
 
 
-def flatten(value: Any, *, results: bool = False) -> tuple[list[Tensor], Spec]:
-    """Tensors of ``value`` in a fixed order, and how to put them back.
+def flatten(value: object, *, results: bool = False) -> tuple[list[Tensor], Spec]:
+    """Take a nested value apart.
 
-    Looks into tuples, named tuples, lists, dicts (ModelOutput too), dataclasses and plain objects that
-    hold tensors. With ``results`` an unknown object that holds tensors becomes a `NotCarried`.
+    Tuples, named tuples, lists, dicts (ModelOutput too), dataclasses and plain objects that hold tensors are
+    looked into.
+
+    Parameters
+    ----------
+    value
+        Any value.
+    results
+        Whether it is a result: then an unknown object that holds tensors becomes a `NotCarried`.
+
+    Returns
+    -------
+    list of Tensor, Spec
+        The tensors in a fixed order, and how to put them back.
+
+    Raises
+    ------
+    UsageError
+        An argument is a set or deque of tensors.
     """
     tensors: list[Tensor] = []
     return tensors, _walk(value, tensors, results)
 
 
-def unflatten(spec: Spec, tensors: Sequence[Any]) -> Any:
-    """The nested value of ``spec`` with ``tensors`` as its leaves."""
-    return _build(spec, iter(tensors))
+def unflatten(spec: Spec, tensors: Sequence[object]) -> Any:
+    """Return the nested value of ``spec`` with ``tensors`` (or what replaces them) as its leaves."""
+    return _rebuild(spec, iter(tensors))
 
 
-def _walk(value: Any, tensors: list[Tensor], results: bool) -> Spec:
+def _walk(value: object, tensors: list[Tensor], results: bool) -> Spec:
     if isinstance(value, Tensor):
         tensors.append(value)
         return Spec("tensor")
@@ -92,34 +125,31 @@ def _walk(value: Any, tensors: list[Tensor], results: bool) -> Spec:
     if isinstance(value, Mapping):
         keys = tuple(value)
         children = tuple(_walk(value[key], tensors, results) for key in keys)
-        return Spec("container", type(value), keys, children, _rebuild_mapping(type(value)))
+        return Spec("container", type(value), keys, children, _mapping_builder(type(value)))
     if isinstance(value, tuple | list):
         children = tuple(_walk(item, tensors, results) for item in value)
-        kind = type(value)
-        build = _rebuild_named if hasattr(kind, "_fields") else _rebuild_sequence
-        return Spec("container", kind, tuple(range(len(value))), children, build(kind))
+        return Spec(
+            "container", type(value), tuple(range(len(value))), children, _sequence_builder(type(value))
+        )
     return _walk_object(value, tensors, results)
 
 
-def _walk_object(value: Any, tensors: list[Tensor], results: bool) -> Spec:
-    """Dataclasses and simple objects: a shallow copy whose tensor-holding attributes are replaced."""
+def _walk_object(value: object, tensors: list[Tensor], results: bool) -> Spec:
+    """Return the spec of a dataclass or simple object; its tensor-holding attributes are the children."""
     if isinstance(value, torch.nn.Module | type) or callable(value):
         return Spec("constant", value)
-    unordered = isinstance(value, set | frozenset | deque)
-    if unordered and not results and any(_holds_tensor(item) for item in value):
+    if isinstance(value, set | frozenset | deque) and not results and any(map(_holds_tensor, value)):
         raise UsageError(f"a {type(value).__name__} of tensors cannot be passed", fix="pass a list")
     fields = _attributes(value)
     keys = tuple(key for key, item in fields.items() if _holds_tensor(item))
-    if not keys:
-        return Spec("constant", value)
     if results and not dataclasses.is_dataclass(value):
         return Spec("constant", NotCarried(type(value).__name__))
     children = tuple(_walk(fields[key], tensors, results) for key in keys)
     return Spec("object", value, keys, children)
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an instance, whether they sit in its ``__dict__`` or in slots."""
+def _attributes(value: object) -> dict[str, object]:
+    """Return the attributes of an instance, whether they sit in its ``__dict__`` or in slots."""
     names = (
         name
         for kind in type(value).__mro__
@@ -129,49 +159,48 @@ def _attributes(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names} | getattr(value, "__dict__", {})
 
 
-def _holds_tensor(value: Any, depth: int = 4) -> bool:
+def _holds_tensor(value: object, depth: int = 4) -> bool:
     if isinstance(value, Tensor):
         return True
     if depth == 0 or isinstance(value, torch.nn.Module):
         return False
     if isinstance(value, Mapping):
         return any(_holds_tensor(item, depth - 1) for item in value.values())
-    if isinstance(value, tuple | list):
-        return any(_holds_tensor(item, depth - 1) for item in value)
-    if isinstance(value, set | frozenset | deque):
+    if isinstance(value, tuple | list | set | frozenset | deque):
         return any(_holds_tensor(item, depth - 1) for item in value)
     if not isinstance(value, type) and not callable(value) and not isinstance(value, _PLAIN):
         return any(_holds_tensor(item, depth - 1) for item in _attributes(value).values())
     return False
 
 
-def _build(spec: Spec, tensors: Iterator[Any]) -> Any:
+def _rebuild(spec: Spec, tensors: Iterator[object]) -> object:
     if spec.kind == "tensor":
         return next(tensors)
     if spec.kind == "constant":
         return spec.value
-    children = [_build(child, tensors) for child in spec.children]
+    children = [_rebuild(child, tensors) for child in spec.children]
     if spec.build is not None:
         return spec.build(spec.keys, children)
     copy = object.__new__(type(spec.value))
-    for name, item in (_attributes(spec.value) | dict(zip(spec.keys, children, strict=True))).items():
+    changed = dict(zip(cast("tuple[str, ...]", spec.keys), children, strict=True))
+    for name, item in (_attributes(spec.value) | changed).items():
         object.__setattr__(copy, name, item)
     return copy
 
 
-def _rebuild_mapping(kind: type) -> Callable[[tuple[Any, ...], list[Any]], Any]:
-    def build(keys: tuple[Any, ...], items: list[Any]) -> Any:
+def _mapping_builder(kind: Callable[..., object]) -> _Build:
+    def build(keys: tuple[object, ...], items: list[object]) -> object:
         pairs = dict(zip(keys, items, strict=True))
         if kind is dict:
             return pairs
-        return kind(**pairs) if dataclasses.is_dataclass(kind) else kind(pairs)
+        if dataclasses.is_dataclass(kind):
+            return kind(**cast("dict[str, object]", pairs))
+        return kind(pairs)
 
     return build
 
 
-def _rebuild_named(kind: Any) -> Callable[[tuple[Any, ...], list[Any]], Any]:
-    return lambda keys, items: kind(*items)
-
-
-def _rebuild_sequence(kind: Any) -> Callable[[tuple[Any, ...], list[Any]], Any]:
+def _sequence_builder(kind: Callable[..., object]) -> _Build:
+    if hasattr(kind, "_fields"):
+        return lambda keys, items: kind(*items)
     return lambda keys, items: kind(items)

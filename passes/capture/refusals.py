@@ -1,10 +1,12 @@
-"""Why a capture failed, in the reader's terms: the module, the line, the reason, what to change."""
+"""Refuse what cannot be captured, and explain a failed capture in the user's terms.
+
+Every error names the module, the source line where known, the reason, and what to change.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import FrameType, TracebackType
-from typing import Any
 
 from torch import nn
 from torch.fx import Graph
@@ -12,15 +14,12 @@ from torch.fx import Graph
 from zbcompile.errors import CaptureError, ZBCompileError
 from zbcompile.passes import torch_private
 from zbcompile.passes.aliasing import StorageGroups
-from zbcompile.passes.capture.trace_guards import Changes, TraceGuard
-from zbcompile.passes.provenance import is_own_file, is_torch_file
+from zbcompile.passes.capture.captured import Role
+from zbcompile.passes.capture.state_guards import AttributeChanges
+from zbcompile.passes.capture.trace_guards import TraceGuard
+from zbcompile.passes.provenance import MODEL_PREFIX, is_own_file, is_torch_file, source_of
 
-__all__ = [
-    "explain",
-    "refuse_changed_state",
-    "refuse_kept_tensors",
-    "refuse_wrappers",
-]
+__all__ = ["explain", "refuse_changed_state", "refuse_kept_tensors", "refuse_wrappers"]
 
 _DATA_DEPENDENT = (
     "data-dependent",
@@ -29,7 +28,6 @@ _DATA_DEPENDENT = (
     "DataDependent",
     "_local_scalar_dense",
 )
-_LEFT_THE_GRAPH = "fake tensor in the exported program constant"
 _REASONS = (
     (
         _DATA_DEPENDENT,
@@ -67,27 +65,45 @@ _REASONS = (
         "call module.to(...) once, before the model is compiled",
     ),
     (
-        (_LEFT_THE_GRAPH,),
+        ("fake tensor in the exported program constant",),
         "a tensor leaves the graph and comes back",
         "do it with plain torch functions, or put it into a torch.autograd.Function",
     ),
 )
+"""(words of torch's error, reason, fix); the first that matches is told."""
 
 
-def explain(model: nn.Module, whole: nn.Module, error: BaseException, watch: TraceGuard) -> ZBCompileError:
-    """A CaptureError that names op, source line and module path (of the model, or of its loss in
-    ``whole``); errors of this package pass through."""
+def explain(model: nn.Module, whole: nn.Module, error: BaseException, guard: TraceGuard) -> ZBCompileError:
+    """Return the error to raise for one that tracing ended with.
+
+    Parameters
+    ----------
+    model
+        The user's model.
+    whole
+        The model with its loss; module paths are looked up here.
+    error
+        What the trace raised. An error of this package is returned as it is.
+    guard
+        What the trace had called.
+
+    Returns
+    -------
+    ZBCompileError
+        A `CaptureError` that names operator, source line and module path where known.
+    """
     if isinstance(error, ZBCompileError):
         return error
     line, path = _locate(whole, error)
     text = f"{type(error).__name__}: {error}"
     reason, fix = _reason(text)
-    op = watch.failed or (watch.read if any(mark in text for mark in _DATA_DEPENDENT) else "")
+    depends_on_data = any(mark in text for mark in _DATA_DEPENDENT)
+    op = guard.failed or (guard.read if depends_on_data else "")
     op = f" in {op}" if op else ""
-    if watch.transform and not any(mark in text for mark in _DATA_DEPENDENT):
-        reason, line = f"a torch.func transform cannot be traced here ({reason})", line or watch.transform
+    if guard.transform and not depends_on_data:
+        reason, line = f"a torch.func transform cannot be traced here ({reason})", line or guard.transform
         fix = "use torch.autograd.grad(..., create_graph=True), or put it into a torch.autograd.Function"
-    line = line or watch.suspect
+    line = line or guard.suspect
     at = f" at {line}" if line else ""
     return CaptureError(f"cannot capture {type(model).__name__}: {reason}{op}{at}", where=path, fix=fix)
 
@@ -101,7 +117,7 @@ def _reason(text: str) -> tuple[str, str]:
 
 
 def _locate(model: nn.Module, error: BaseException) -> tuple[str, str]:
-    """(file:line of the last frame outside torch, path of the innermost module) along the traceback."""
+    """Return (file:line of the last frame outside torch, path of the innermost module) of a traceback."""
     names = {id(module): name for name, module in model.named_modules()}
     line, path = "", ""
     for frame, number in _frames(error.__traceback__):
@@ -122,41 +138,44 @@ def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
     return found
 
 
-def refuse_changed_state(graph: Graph, roles: Mapping[str, Any]) -> None:
-    """Refuse a forward that changes a parameter or a plain tensor in place; names it and the line."""
+def refuse_changed_state(graph: Graph, roles: Mapping[str, Role]) -> None:
+    """Refuse a forward that changes a parameter or a plain tensor in place; name it and the line."""
     groups = StorageGroups(graph)
     for root, changes in groups.changes.items():
         for member in groups.members[root]:
             kind = roles[member.name].kind if member.op == "placeholder" else ""
             if kind not in ("parameter", "constant"):
                 continue
-            name = roles[member.name].name.removeprefix("model.")
+            name = roles[member.name].name.removeprefix(MODEL_PREFIX)
             what = "a plain tensor" if name.startswith("lifted_tensor") else f"the plain tensor {name!r}"
             what = f"parameter {name!r}" if kind == "parameter" else what
             raise CaptureError(
                 f"the forward changes {what} in place ({changes[0].target})",
-                where=changes[0].meta["source"],
+                where=source_of(changes[0]),
                 fix="change it after the step, or register it as a buffer",
             )
 
 
-def refuse_kept_tensors(graph: Graph, roles: Mapping[str, Any], changes: Changes) -> None:
+def refuse_kept_tensors(graph: Graph, roles: Mapping[str, Role], changes: AttributeChanges) -> None:
     """Refuse a plain tensor that the forward reads and then replaces: each call would read the first."""
     for hole in graph.find_nodes(op="placeholder"):
-        name = roles[hole.name].name.removeprefix("model.")
+        name = roles[hole.name].name.removeprefix(MODEL_PREFIX)
         if roles[hole.name].kind == "constant" and name in changes.tensors and hole.users:
             raise CaptureError(
                 f"the forward reads the plain tensor {name!r} and replaces it: calls would read the first",
-                where=next(iter(hole.users)).meta["source"],
+                where=source_of(next(iter(hole.users))),
                 fix=f"register {name.rpartition('.')[2]!r} as a buffer",
             )
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """Name the wrappers and parameter kinds that cannot be captured, with what works instead.
+    """Refuse wrappers and parameter kinds that cannot be captured; say what works instead.
 
-    Raises CaptureError for DistributedDataParallel, DataParallel, FSDP, DTensor parameters, lazy
-    parameters, scripted modules, and hooks on gradients (nothing would call them).
+    Raises
+    ------
+    CaptureError
+        For DistributedDataParallel, DataParallel, FSDP, DTensor parameters, lazy parameters, scripted
+        modules, and hooks on gradients (nothing would call them).
     """
     for name, module in model.named_modules():
         kind = torch_private.wrapper_kind(module)

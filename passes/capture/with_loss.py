@@ -1,12 +1,12 @@
-"""A loss that is a module of its own: its parameters are trained, and its buffers follow, like the model's.
+"""Put a model and a loss that is a module of its own under one module.
 
 ``(model, loss_fn) --> one module that owns the tensors of both``: the model's under the model's own names,
-the loss's under ``loss_fn.``.
+the loss's under ``loss_fn.``. The loss's parameters are trained and its buffers follow, like the model's.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 from torch import nn
 
@@ -16,14 +16,14 @@ LOSS = "loss_fn"
 
 
 def loss_module(model: nn.Module, loss_fn: object) -> nn.Module | None:
-    """``loss_fn`` if it is a module outside ``model``, else None."""
+    """Return ``loss_fn`` if it is a module outside ``model``, else None."""
     if not isinstance(loss_fn, nn.Module) or any(loss_fn is module for module in model.modules()):
         return None
     return loss_fn
 
 
 def with_loss(model: nn.Module, loss_fn: object) -> nn.Module:
-    """The module whose tensors a pipeline of both trains: ``model`` itself where the loss has none."""
+    """Return the module whose tensors a pipeline trains: ``model`` itself where the loss has none."""
     loss = loss_module(model, loss_fn)
     if loss is None or not [*loss.parameters(), *loss.buffers()]:
         return model
@@ -31,14 +31,19 @@ def with_loss(model: nn.Module, loss_fn: object) -> nn.Module:
 
 
 def loss_name(whole: nn.Module) -> str:
-    """Name that the loss has among the children of `with_loss`'s module."""
+    """Return the name that the loss has among the children of `with_loss`'s module."""
     return whole.loss_name if isinstance(whole, WithLoss) else LOSS
 
 
 class WithLoss(nn.Module):
-    """The model's own tables of tensors and children, and the loss as one more child.
+    """The model's own tables of tensors and children, and the loss as one more child. It is not called.
 
-    Holds no tensor: replacing one in the model, here or there, is seen on both sides. It is not called.
+    It holds no tensor: a tensor that is replaced in the model, here or there, is replaced on both sides.
+
+    Attributes
+    ----------
+    loss_name
+        Name of the loss among the children.
     """
 
     def __init__(self, model: nn.Module, loss: nn.Module) -> None:
@@ -55,5 +60,5 @@ class WithLoss(nn.Module):
     @property
     def training(self) -> bool:  # type: ignore[override]
         """The model's own mode."""
-        model: Any = self.__dict__["_model"][0]
-        return bool(model.training)
+        (model,) = cast("tuple[nn.Module]", self.__dict__["_model"])
+        return model.training

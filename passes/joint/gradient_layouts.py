@@ -52,14 +52,14 @@ def laid_out(value: Tensor, order: Order) -> Tensor:
 def copies_removed(joint: JointGraph, orders: Mapping[int, Order]) -> None:
     """Take the copies of `laid_out` (output -> order) out of the joint graph, in place."""
     for position in orders:
-        value = joint.outputs[position]
+        value: Any = joint.outputs[position]
         while value.target is not _CLONE:
             value = value.args[0]
         joint.outputs[position] = value.args[0].args[0]
     for node in list(joint.module.graph.nodes):
         source = node.args[0] if node.target is _PERMUTE else None
         if isinstance(source, Node) and source.target is _PERMUTE and _undoes(node.args[1], source.args[1]):
-            before = source.args[0]
+            before: Any = source.args[0]
             node.replace_all_uses_with(before)
             for role in (joint.outputs, joint.mutations, joint.gradients):
                 role.update({key: before for key, value in role.items() if value is node})

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from zbcompile.passes import torch_private
-from zbcompile.passes.capture.capture import Region
+from zbcompile.passes.capture.captured import Region
 from zbcompile.passes.capture.custom_functions import FunctionCall, is_function_call
 from zbcompile.passes.joint.gradient_layouts import Order, laid_out
 from zbcompile.passes.joint.recurrent import recurrent
@@ -108,13 +108,6 @@ class _Regions(contextlib.ExitStack):
             self._open.pop()[1].close()
         for region in wanted[shared:]:
             stack = contextlib.ExitStack()
-            stack.enter_context(_mode(region))
+            stack.enter_context(region.mode())
             self.callback(stack.close)
             self._open.append((region, stack))
-
-
-def _mode(region: Region) -> Any:
-    if region.kind == "grad":
-        return torch.set_grad_enabled(*region.settings)
-    device, dtype, enabled = region.settings[:3]
-    return torch.autocast(device, dtype, enabled, cache_enabled=True)

@@ -1,7 +1,7 @@
-"""Auxiliary values: masks, rotary tables, position ids. Cheap, so each stage computes its own.
+"""Find auxiliary values: masks, rotary tables, position ids. They are cheap, so each stage computes its own.
 
-A value is auxiliary when no parameter, random draw or changed buffer is in its past and no heavy call
-made it. In-place calls are allowed when everything that shares the storage is auxiliary too.
+A value is auxiliary if no parameter, random draw or changed buffer is in its past and no heavy call made it.
+In-place calls are allowed if everything that shares the storage is auxiliary too.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from torch.fx import Node
 
 from zbcompile.passes.aliasing import StorageGroups, changed_arguments, is_random
-from zbcompile.passes.capture.capture import Captured
+from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.custom_functions import is_function_call
+from zbcompile.passes.nodes import is_getitem
 from zbcompile.passes.op_costs import flops, is_heavy
 from zbcompile.passes.torch_private import OpOverload
 
@@ -23,11 +24,11 @@ HEAVY_SHARE = 1e-3
 
 
 def auxiliary_nodes(captured: Captured, groups: StorageGroups) -> set[Node]:
-    """The auxiliary call nodes of the captured graph."""
+    """Return the auxiliary calls of a captured graph. ``groups`` : of that graph."""
     nodes = list(captured.module.graph.nodes)
     limit = HEAVY_SHARE * sum(flops(node) for node in nodes)
     changed = {other for node in nodes for other in changed_arguments(node)}
-    tainted = {node for node in nodes if _is_root_taint(node, captured, changed, limit)}
+    tainted = {node for node in nodes if _taints(node, captured, changed, limit)}
     size = -1
     while size != len(tainted):
         size = len(tainted)
@@ -38,19 +39,19 @@ def auxiliary_nodes(captured: Captured, groups: StorageGroups) -> set[Node]:
     return {node for node in nodes if node.op == "call_function" and node not in tainted}
 
 
-def _is_root_taint(node: Node, captured: Captured, changed: set[Node], limit: float) -> bool:
+def _taints(node: Node, captured: Captured, changed: set[Node], limit: float) -> bool:
+    """Return whether what a node makes, and all that is computed from it, is not auxiliary."""
     if node.op == "placeholder":
         return captured.roles[node.name].kind == "parameter" or node in changed
     if node.op != "call_function" or is_random(node) or is_function_call(node.target):
         return True
     if is_heavy(node) and flops(node) >= limit:
         return True
-    plain = isinstance(node.target, OpOverload) or getattr(node.target, "__name__", "") == "getitem"
-    return not plain
+    return not (isinstance(node.target, OpOverload) or is_getitem(node))
 
 
 def needed_auxiliary(nodes: Iterable[Node], auxiliary: set[Node], groups: StorageGroups) -> set[Node]:
-    """Auxiliary nodes that computing ``nodes`` needs, in-place changes to what they read included."""
+    """Return the auxiliary nodes that ``nodes`` need, in-place changes to what they read included."""
     needed: set[Node] = set()
     waiting = [a for node in nodes for a in node.all_input_nodes if a in auxiliary]
     waiting += [node for node in nodes if node in auxiliary]

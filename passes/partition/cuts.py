@@ -1,125 +1,30 @@
-"""Where the linear order of a captured graph may be cut, and which cuts balance the stages best."""
+"""Choose the cuts that balance the stages best, among those where a graph may be cut."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-
-import torch
-from torch.fx import Node
 
 from zbcompile.errors import CutError, UsageError
-from zbcompile.passes.aliasing import StorageGroups, tensor_bytes
-from zbcompile.passes.op_costs import seconds
-from zbcompile.passes.torch_private import functorch_nesting
+from zbcompile.passes.partition.cut_points import CallOrder, CutPoint
+from zbcompile.passes.provenance import module_path_of, source_of
 
-__all__ = ["CutPoint", "Order", "balanced_cuts", "named_cuts", "order_of"]
+__all__ = ["balanced_cuts", "named_cuts"]
 
 BUCKETS_PER_STAGE = 48
 TOLERANCE = 0.05
 """A stage may exceed the best possible largest stage by this share if that makes messages smaller."""
 
 
-@dataclass(frozen=True, slots=True)
-class CutPoint:
-    """A legal cut: the stage after it starts with the call at ``position`` of the order.
+def balanced_cuts(order: CallOrder, num_stages: int) -> tuple[CutPoint, ...]:
+    """Return the cuts with the smallest messages among those whose largest stage is near the best.
 
-    live_bytes : forward message bytes across the cut; seconds_before : counted forward time of
-    everything before; module_path, source : of the first call after it; depth : how deep in the
-    module tree the cut lies (0 between top-level modules).
-    """
+    Near means within `TOLERANCE`. Every stage gets a call that costs something (a view alone is no stage).
 
-    position: int
-    live_bytes: int
-    seconds_before: float
-    module_path: str
-    source: str
-    depth: int
-
-
-@dataclass(frozen=True)
-class Order:
-    """The calls to place, their counted seconds and the legal cuts between them."""
-
-    nodes: tuple[Node, ...]
-    costs: tuple[float, ...]
-    cuts: tuple[CutPoint, ...]
-    total: float
-
-
-def order_of(nodes: Sequence[Node], groups: StorageGroups, costs: Callable[[Node], float] = seconds) -> Order:
-    """All legal cuts between ``nodes`` (the calls that are not auxiliary, in graph order)."""
-    position = {node: i for i, node in enumerate(nodes)}
-    count = len(nodes)
-    illegal, live = [0] * (count + 1), [0] * (count + 1)
-    for node, first in position.items():
-        last = max((position[user] for user in node.users if user in position), default=first)
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and all(isinstance(n, int) for n in value.shape):
-            _span(live, first, last, tensor_bytes(value))
-        else:
-            _span(illegal, first, last, 1)
-    for first, last in [*_inseparable(nodes, position, groups), *_transforms(nodes)]:
-        _span(illegal, first, last, 1)
-    prices = [costs(node) for node in nodes]
-    before = [0.0, *accumulate(prices)]
-    blocked, crossing = list(accumulate(illegal)), list(accumulate(live))
-    cuts = tuple(
-        CutPoint(
-            i, crossing[i], before[i], _path(nodes[i]), nodes[i].meta.get("source", ""), _depth(nodes, i)
-        )
-        for i in range(1, count)
-        if not blocked[i]
-    )
-    return Order(tuple(nodes), tuple(prices), cuts, before[-1])
-
-
-def _span(differences: list[int], first: int, last: int, amount: int) -> None:
-    """Add ``amount`` to every cut after ``first`` up to the one before ``last``."""
-    differences[first + 1] += amount
-    differences[last + 1] -= amount
-
-
-def _inseparable(
-    nodes: Sequence[Node], position: dict[Node, int], groups: StorageGroups
-) -> list[tuple[int, int]]:
-    """Spans that stay in one stage: a value and its in-place changes, all uses of a changed buffer."""
-    spans = []
-    for root, changes in groups.changes.items():
-        touching = [p for member in groups.members[root] for p in _touches(member, position)]
-        touching += [position[node] for node in changes if node in position]
-        if touching and any(node in position for node in changes):
-            last_change = max(position[node] for node in changes if node in position)
-            if any(member.op == "placeholder" for member in groups.members[root]):
-                last_change = max(touching)
-            spans.append((min(touching), last_change))
-    return spans
-
-
-def _transforms(nodes: Sequence[Node]) -> list[tuple[int, int]]:
-    """Spans of torch.func transforms, from the call that opens one to the call that closes it."""
-    spans, depth, first = [], 0, 0
-    for i, node in enumerate(nodes):
-        step = functorch_nesting(node)
-        first = i if step > 0 and depth == 0 else first
-        depth += step
-        if step < 0 and depth == 0:
-            spans.append((first, i))
-    return spans
-
-
-def _touches(member: Node, position: dict[Node, int]) -> list[int]:
-    own = [position[member]] if member in position else []
-    return own + [position[user] for user in member.users if user in position]
-
-
-def balanced_cuts(order: Order, num_stages: int) -> tuple[CutPoint, ...]:
-    """Cuts with the smallest messages among those whose largest stage is within TOLERANCE of the best.
-
-    Every stage gets a call that costs something (a view alone is no stage). Raises CutError when there
-    are fewer such cuts than needed; names the largest indivisible call.
+    Raises
+    ------
+    CutError
+        There are fewer such cuts than needed; names the largest indivisible call.
     """
     if num_stages == 1:
         return ()
@@ -139,13 +44,13 @@ def balanced_cuts(order: Order, num_stages: int) -> tuple[CutPoint, ...]:
 
 
 def _distinct(cuts: Sequence[CutPoint], total: float) -> list[CutPoint]:
-    """The best of the cuts that have the same cost before them; none without work on both sides."""
+    """Return one cut, the best, per cost before it; leave out those without work on both sides."""
     inner = [cut for cut in cuts if 0.0 < cut.seconds_before < total]
     return _best_per(inner, lambda cut: cut.seconds_before)
 
 
 def _thinned(cuts: list[CutPoint], total: float, num_stages: int) -> list[CutPoint]:
-    """The best cut of every slice of the cost axis: keeps the search small on long graphs."""
+    """Return the best cut of every slice of the cost axis: keeps the search small on long graphs."""
     limit = BUCKETS_PER_STAGE * num_stages
     if len(cuts) <= max(limit, 200):
         return cuts
@@ -163,7 +68,7 @@ def _best_per(cuts: Sequence[CutPoint], key: Callable[[CutPoint], float]) -> lis
 
 
 def _smallest_cap(ends: list[float], num_stages: int) -> float:
-    """The smallest possible cost of the largest stage, by bisection (each stage gets at least one cut)."""
+    """Return the smallest possible cost of the largest stage, by bisection (no stage is empty)."""
 
     def fits(cap: float) -> bool:
         at, stages = 0, 0
@@ -187,7 +92,7 @@ def _smallest_cap(ends: list[float], num_stages: int) -> float:
 def _least_bytes(
     cuts: list[CutPoint], ends: list[float], num_stages: int, cap: float
 ) -> tuple[CutPoint, ...]:
-    """Dynamic program over (stages used, last cut): least total (bytes, depth, squared stage cost)."""
+    """Return the cuts of least (bytes, depth, squared stage cost), by dynamic programming over stages."""
     last = len(ends) - 1
     slack = cap * (1 + 1e-9) + 1e-15
     scores: list[dict[int, tuple[int, int, float]]] = [{0: (0, 0, 0.0)}]
@@ -220,10 +125,15 @@ def _least_bytes(
     return tuple(reversed(chosen))
 
 
-def named_cuts(order: Order, split_points: Sequence[str], num_stages: int) -> tuple[CutPoint, ...]:
-    """One cut before the first call of each named module, in model order.
+def named_cuts(order: CallOrder, split_points: Sequence[str], num_stages: int) -> tuple[CutPoint, ...]:
+    """Return one cut before the first call of each named module, in model order.
 
-    Raises UsageError for a name without calls or a wrong count, CutError where a cut is not legal.
+    Raises
+    ------
+    UsageError
+        A name without calls, or a wrong number or order of names.
+    CutError
+        A cut is not legal; names the nearest ones.
     """
     if len(split_points) != num_stages - 1:
         raise UsageError(
@@ -234,13 +144,13 @@ def named_cuts(order: Order, split_points: Sequence[str], num_stages: int) -> tu
     legal = {cut.position: cut for cut in order.cuts}
     chosen = []
     for name in split_points:
-        first = next((i for i, node in enumerate(order.nodes) if _under(_path(node), name)), None)
+        first = next((i for i, node in enumerate(order.nodes) if _under(module_path_of(node), name)), None)
         if first is None:
             raise UsageError(
                 f"no call of the captured graph belongs to the module {name!r}", fix=_known(order)
             )
         if first not in legal:
-            where = order.nodes[first].meta.get("source", "")
+            where = source_of(order.nodes[first])
             raise CutError(
                 f"the model cannot be cut before {name!r}", where=where, fix=_nearest(order, first)
             )
@@ -256,40 +166,21 @@ def _under(path: str, name: str) -> bool:
     return path == name or path.startswith(name + ".")
 
 
-def _known(order: Order) -> str:
-    names = sorted({_path(node) for node in order.nodes} - {""})
+def _known(order: CallOrder) -> str:
+    names = sorted({module_path_of(node) for node in order.nodes} - {""})
     return "use one of: " + ", ".join(names[:12]) + (" ..." if len(names) > 12 else "")
 
 
-def _nearest(order: Order, position: int) -> str:
+def _nearest(order: CallOrder, position: int) -> str:
     near = sorted(order.cuts, key=lambda cut: abs(cut.position - position))[:3]
     names = [f"{cut.module_path} ({cut.source})" for cut in near]
     return "the nearest legal cuts are before " + "; ".join(names) if near else "there is no legal cut"
 
 
-def _largest(order: Order) -> str:
+def _largest(order: CallOrder) -> str:
     """Name the most expensive span between two legal cuts by its most expensive call."""
     if not order.nodes:
         return "the graph has no calls"
     cost, node = max(zip(order.costs, order.nodes, strict=True), key=lambda pair: pair[0])
     target = str(node.target).removesuffix(".default").removesuffix(".input")
-    return f"the largest indivisible op is {target} in {_path(node)!r}"
-
-
-def _path(node: Node) -> str:
-    return str(node.meta.get("module_path", ""))
-
-
-def _depth(nodes: Sequence[Node], position: int) -> int:
-    """How many module levels the calls on both sides of a cut share."""
-    left, right = _path(nodes[position - 1]).split("."), _path(nodes[position]).split(".")
-    return sum(1 for _ in _common(left, right))
-
-
-def _common(left: list[str], right: list[str]) -> list[str]:
-    shared = []
-    for a, b in zip(left, right, strict=False):
-        if a != b:
-            break
-        shared.append(a)
-    return shared
+    return f"the largest indivisible op is {target} in {module_path_of(node)!r}"

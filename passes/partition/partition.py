@@ -1,37 +1,56 @@
-"""Partition: one captured graph -> one graph per stage, connected by direct edges.
+"""Partition: one captured graph becomes one graph per stage, connected by direct edges.
 
-``Captured --> tuple[StageSource, ...]``. Every call that is not auxiliary runs in exactly one stage, in
-its original order; auxiliary values are computed again in each stage that needs them; a value that
-skips stages goes straight from producer to consumer. Nothing is renamed.
+``Captured --> tuple[StageSource, ...]``. Contract in: a captured graph. Contract out: every call that is not
+auxiliary runs in exactly one stage, in its original order; auxiliary values are computed again in each stage
+that needs them; a value that skips stages goes straight from producer to consumer; no node is renamed.
+
+    a = f(x); b = g(a); c = h(b, a)  -->  stage 0: x -> a;  stage 1: a -> b;  stage 2: b, a -> c
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.errors import CutError, UsageError
 from zbcompile.passes.aliasing import StorageGroups
-from zbcompile.passes.capture.capture import Captured, Role
+from zbcompile.passes.capture.captured import Captured, Role
+from zbcompile.passes.nodes import value_of
 from zbcompile.passes.op_costs import seconds
 from zbcompile.passes.partition.auxiliary import auxiliary_nodes, needed_auxiliary
-from zbcompile.passes.partition.cuts import CutPoint, balanced_cuts, named_cuts, order_of
+from zbcompile.passes.partition.cut_points import CutPoint, call_order
+from zbcompile.passes.partition.cuts import balanced_cuts, named_cuts
+from zbcompile.passes.provenance import module_path_of, source_of
 
 __all__ = ["Policy", "StageSource", "Wire", "partition"]
 
 Policy = Callable[[tuple[CutPoint, ...], int], Sequence[CutPoint]]
 """(legal cut points, number of stages) -> the chosen ones, in order."""
 
+_STATE_KINDS = ("parameter", "buffer", "constant")
+
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """A value of the captured graph that enters or leaves a stage (see `Port`, which adds gradients)."""
+    """A value of the captured graph that enters or leaves a stage (`Port` adds gradients).
+
+    Attributes
+    ----------
+    name
+        Of its node.
+    source
+        ``("batch", flat index)`` or ``("stage", producer)``.
+    targets
+        Stages that consume an output.
+    is_result, is_loss
+        Whether an output is a tensor of the model's result, and whether it is the loss.
+    """
 
     name: str
-    source: tuple[str, int]
+    source: tuple[Literal["batch", "stage"], int]
     targets: tuple[int, ...] = ()
     is_result: bool = False
     is_loss: bool = False
@@ -41,9 +60,22 @@ class Wire:
 class StageSource:
     """One stage before differentiation.
 
-    module : graph with placeholders in the order of ``roles`` then ``inputs``; returns one value per
-    output wire. modules : module paths whose calls it holds, in order; seconds : counted forward time;
-    auxiliary : names of the calls that other stages may repeat.
+    Attributes
+    ----------
+    index
+        Of the stage.
+    module
+        Graph with placeholders in the order of ``roles``, then ``inputs``; returns one value per output.
+    roles
+        Of the parameters, buffers and constants, in this order.
+    inputs, outputs
+        What enters and leaves the stage; batch inputs come first.
+    modules
+        Paths of the modules whose calls it holds, in order.
+    seconds
+        Counted forward time.
+    auxiliary
+        Names of the calls that other stages may repeat.
     """
 
     index: int
@@ -61,14 +93,25 @@ def partition(
     num_stages: int,
     *,
     split_points: Sequence[str] | Policy | None = None,
-    costs: Callable[[Node], float] = seconds,
 ) -> tuple[StageSource, ...]:
-    """Cut into ``num_stages`` stages: balanced by ``costs``, before named modules, or by a policy.
+    """Cut a captured graph into stages.
+
+    Parameters
+    ----------
+    captured
+        Is not changed.
+    num_stages
+        Into how many stages.
+    split_points
+        Names of the modules that start the second and later stages, or a function that chooses among the
+        legal cuts. By default stages have equal counted forward times.
 
     Raises
     ------
-    CutError : fewer legal cut points than needed, or a named cut that is not legal.
-    UsageError : split points that name nothing or come in the wrong number or order.
+    CutError
+        Fewer legal cut points than needed, or a named cut that is not legal.
+    UsageError
+        Split points that name nothing or come in the wrong number or order.
     """
     if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
         raise UsageError("num_stages must be a positive integer", given=num_stages)
@@ -76,7 +119,7 @@ def partition(
     groups = StorageGroups(graph)
     auxiliary = auxiliary_nodes(captured, groups)
     main = [node for node in graph.nodes if node.op == "call_function" and node not in auxiliary]
-    order = order_of(main, groups, costs)
+    order = call_order(main, groups)
     if split_points is None:
         cuts: Sequence[CutPoint] = balanced_cuts(order, num_stages)
     elif callable(split_points):
@@ -87,9 +130,8 @@ def partition(
     stage_of = {
         node: stage for stage in range(num_stages) for node in main[starts[stage] : starts[stage + 1]]
     }
-    return tuple(
-        _stage(captured, groups, auxiliary, stage_of, stage, num_stages) for stage in range(num_stages)
-    )
+    pieces = _Pieces(captured, groups, auxiliary, stage_of, num_stages - 1)
+    return tuple(pieces.source(stage) for stage in range(num_stages))
 
 
 def _chosen(policy: Policy, cuts: tuple[CutPoint, ...], num_stages: int) -> Sequence[CutPoint]:
@@ -106,94 +148,80 @@ def _chosen(policy: Policy, cuts: tuple[CutPoint, ...], num_stages: int) -> Sequ
     return chosen
 
 
-def _stage(
-    captured: Captured,
-    groups: StorageGroups,
-    auxiliary: set[Node],
-    stage_of: dict[Node, int],
-    stage: int,
-    num_stages: int,
-) -> StageSource:
-    """Collect the calls, placeholders and wires of one stage and copy them into a graph."""
-    graph = captured.module.graph
-    result_nodes = list(graph.output_node().all_input_nodes)
-    own = [node for node in graph.nodes if stage_of.get(node) == stage]
-    wanted = list(own)
-    last = stage == num_stages - 1
-    if last:
-        wanted += [node for node in result_nodes if node in auxiliary]
-    helpers = needed_auxiliary(wanted, auxiliary, groups)
-    members = set(own) | helpers
-    used = {a for node in members for a in node.all_input_nodes} - members
-    if last:
-        used |= {node for node in result_nodes if node.op == "placeholder"}
-    outside = [node for node in graph.nodes if node in used]
-    roles = [captured.roles[n.name] for n in outside if n.op == "placeholder"]
-    state = [n for n, r in zip((n for n in outside if n.op == "placeholder"), roles, strict=True)]
-    state_nodes = [
-        n
-        for kind in ("parameter", "buffer", "constant")
-        for n in state
-        if captured.roles[n.name].kind == kind
-    ]
-    batch = [n for n in state if captured.roles[n.name].kind == "batch"]
-    received = [n for n in outside if n.op == "call_function"]
-    attributes = [n for n in outside if n.op == "get_attr"]
-    outputs = _outputs(captured, stage_of, auxiliary, own, result_nodes, last)
-    module = _copy(captured, [*state_nodes, *batch, *received], attributes, members, [n for n, _ in outputs])
-    inputs = [Wire(n.name, ("batch", captured.roles[n.name].position)) for n in batch]
-    inputs += [Wire(n.name, ("stage", stage_of[n])) for n in received]
-    paths = dict.fromkeys(n.meta.get("module_path", "") for n in own)
-    return StageSource(
-        stage,
-        module,
-        tuple(captured.roles[n.name] for n in state_nodes),
-        tuple(inputs),
-        tuple(wire for _, wire in outputs),
-        tuple(path for path in paths if path),
-        sum(seconds(node) for node in own),
-        tuple(n.name for n in graph.nodes if n in helpers),
-    )
+@dataclass(frozen=True)
+class _Pieces:
+    """A captured graph with the stage of every call, from which each stage is copied."""
 
+    captured: Captured
+    groups: StorageGroups
+    auxiliary: set[Node]
+    stage_of: dict[Node, int]
+    last: int
 
-def _outputs(
-    captured: Captured,
-    stage_of: dict[Node, int],
-    auxiliary: set[Node],
-    own: list[Node],
-    results: list[Node],
-    last: bool,
-) -> list[tuple[Node, Wire]]:
-    """Values that later stages or the caller use, in graph order."""
-    stage = stage_of[own[0]] if own else -1
-    loss = None if captured.loss is None else captured.results[captured.loss]
-    wires = []
-    for node in own:
-        targets = sorted({stage_of[user] for user in node.users if user in stage_of} - {stage})
-        if targets or node in results:
-            if not isinstance(node.meta.get("val"), torch.Tensor):
-                raise CutError(f"{node.name} crosses a cut and is not a tensor", where=node.meta["source"])
-            wires.append((node, _wire(node, stage, targets, results, loss)))
-    if last:
-        rest = [n for n in results if n in auxiliary or n.op == "placeholder"]
-        wires += [(node, _wire(node, stage, [], results, loss)) for node in dict.fromkeys(rest)]
-    return wires
+    @property
+    def results(self) -> list[Node]:
+        """The nodes that the captured graph returns."""
+        return self.captured.module.graph.output_node().all_input_nodes
 
+    def source(self, stage: int) -> StageSource:
+        """Copy the calls, placeholders and wires of one stage into a graph."""
+        nodes = self.captured.module.graph.nodes
+        own = [node for node in nodes if self.stage_of.get(node) == stage]
+        returned = self.results if stage == self.last else []
+        wanted = [*own, *(node for node in returned if node in self.auxiliary)]
+        helpers = needed_auxiliary(wanted, self.auxiliary, self.groups)
+        members = set(own) | helpers
+        used = {a for node in members for a in node.all_input_nodes} - members
+        used |= {node for node in returned if node.op == "placeholder"}
+        outside = [node for node in nodes if node in used]
+        roles = {n: self.captured.roles[n.name] for n in outside if n.op == "placeholder"}
+        state = [n for kind in _STATE_KINDS for n, role in roles.items() if role.kind == kind]
+        batch = [n for n, role in roles.items() if role.kind == "batch"]
+        received = [n for n in outside if n.op == "call_function"]
+        attributes = {n for n in outside if n.op == "get_attr"}
+        outputs = self._outputs(own, stage)
+        inputs = [Wire(n.name, ("batch", roles[n].position)) for n in batch]
+        inputs += [Wire(n.name, ("stage", self.stage_of[n])) for n in received]
+        return StageSource(
+            stage,
+            self._copy([*state, *batch, *received], members | attributes, outputs),
+            tuple(roles[n] for n in state),
+            tuple(inputs),
+            tuple(outputs.values()),
+            tuple(path for path in dict.fromkeys(map(module_path_of, own)) if path),
+            sum(seconds(node) for node in own),
+            tuple(n.name for n in nodes if n in helpers),
+        )
 
-def _wire(node: Node, stage: int, targets: list[int], results: list[Node], loss: str | None) -> Wire:
-    return Wire(node.name, ("stage", stage), tuple(targets), node in results, node.name == loss)
+    def _outputs(self, own: Sequence[Node], stage: int) -> dict[Node, Wire]:
+        """Return the values that later stages or the caller use, in graph order."""
+        results = self.results
+        wires = {}
+        for node in own:
+            users = {self.stage_of[user] for user in node.users if user in self.stage_of}
+            targets = sorted(users - {stage})
+            if targets or node in results:
+                if value_of(node) is None:
+                    raise CutError(f"{node.name} crosses a cut and is not a tensor", where=source_of(node))
+                wires[node] = self._wire(node, stage, targets)
+        if stage == self.last:
+            rest = [n for n in results if n in self.auxiliary or n.op == "placeholder"]
+            wires |= {node: self._wire(node, stage, ()) for node in rest}
+        return wires
 
+    def _wire(self, node: Node, stage: int, targets: Sequence[int]) -> Wire:
+        loss, results = self.captured.loss, self.captured.results
+        is_loss = loss is not None and node.name == results[loss]
+        return Wire(node.name, ("stage", stage), tuple(targets), node in self.results, is_loss)
 
-def _copy(
-    captured: Captured, holes: list[Node], attributes: list[Node], members: set[Node], outputs: list[Node]
-) -> GraphModule:
-    graph = Graph()
-    values: dict[Node, Node] = {}
-    for node in holes:
-        values[node] = graph.placeholder(node.name)
-        values[node].meta = dict(node.meta)
-    for node in captured.module.graph.nodes:
-        if node in members or node in attributes:
-            values[node] = graph.node_copy(node, lambda n: values[n])
-    graph.output(tuple(values[node] for node in outputs))
-    return GraphModule(captured.module, graph)
+    def _copy(self, holes: Sequence[Node], calls: set[Node], outputs: Iterable[Node]) -> GraphModule:
+        graph = Graph()
+        values: dict[Node, Node] = {}
+        for node in holes:
+            values[node] = graph.placeholder(node.name)
+            values[node].meta = dict(node.meta)
+        for node in self.captured.module.graph.nodes:
+            if node in calls:
+                values[node] = graph.node_copy(node, lambda n: values[n])
+        graph.output(tuple(values[node] for node in outputs))
+        return GraphModule(self.captured.module, graph)

@@ -1,4 +1,4 @@
-"""Calibration: how far counted times are from measured ones, stage by stage and kind by kind.
+"""Calibrate counted times: compare them with measured ones, stage by stage and kind by kind.
 
 ``stages + state + microbatch --> CalibrationReport``. The counted side uses the device's roofline, the
 measured side `measure`. What decides a plan is the ratio between stages and kinds, so the report gives the
@@ -31,7 +31,7 @@ _KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class CalibrationRow:
-    """One kind of one stage."""
+    """Counted and measured time of one kind (F, B, W or BW) of one stage."""
 
     stage: int
     kind: str
@@ -46,9 +46,14 @@ class CalibrationRow:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationReport:
-    """Counted against measured; prints as a table.
+    """Counted against measured times; ``str`` of it is a table.
 
-    Kinds that take no time at all (the empty B of a first stage) are left out.
+    Attributes
+    ----------
+    device
+        What was counted for.
+    rows
+        One per stage and kind, without kinds that take no time at all (the empty B of a first stage).
     """
 
     device: Device
@@ -94,8 +99,16 @@ def calibration_report(
 ) -> CalibrationReport:
     """Count and measure the same stages on the same inputs.
 
-    device : default, this CPU with rates measured now. measured : a profile of the same stages, if there
-    is one; otherwise they are run ``repeats`` times.
+    Parameters
+    ----------
+    stages, state, microbatch
+        As for `measure`.
+    device
+        To count for; by default this CPU with rates measured now.
+    repeats
+        How often a stage is timed.
+    measured
+        A profile of the same stages; without it they are measured here.
     """
     device = device or measure_cpu()
     counted = counted_profile(stages, device)

@@ -1,6 +1,7 @@
-"""Counted costs: FLOPs and bytes of every operator of a graph, put against a device's roofline.
+"""Count what stages cost on a device: FLOPs and bytes of every operator, put against the device's roofline.
 
-in: graphs whose nodes carry ``meta["val"]`` (any device, meta too); out: a Profile.
+``tuple[StageGraphs] + Device --> Profile``. Contract in: graphs whose nodes carry fake values, of any device.
+Contract out: times from the roofline, exact bytes; nothing is run.
 
     mm [1024, 512] x [512, 512]  -->  0.54 GFLOP, 5.2 MB  -->  max(flops / peak, bytes / bandwidth) + launch
 """
@@ -12,29 +13,43 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
-from zbcompile.passes.profile.measure import edges_of
+from zbcompile.passes.nodes import is_getitem
+from zbcompile.passes.profile.measure import OPTIMIZER_SLOTS, edges_of
 from zbcompile.passes.split.stage_graphs import Graphs, StageGraphs
-from zbcompile.passes.torch_private import schema, tree_leaves, tree_map
+from zbcompile.passes.torch_private import OpOverload, schema, tree_leaves, tree_map
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.devices import DEVICES, Device, device_named
 
 __all__ = ["OpCount", "count_graph", "counted_ns", "counted_profile", "measure_cpu"]
 
 _ATEN = torch.ops.aten
-_PASS_THROUGH = frozenset({"getitem", "sym_size", "_assert_tensor_metadata"})
 
 
 @dataclass(frozen=True, slots=True)
 class OpCount:
-    """What one operator costs: ``name`` is the node's, ``num_bytes`` is read plus written;
-    ``function`` is its entry in `Device.element_ps`, ``elements`` the size of its first output."""
+    """What one operator costs.
+
+    Attributes
+    ----------
+    name, target
+        Of the node.
+    flops
+        Floating-point operations.
+    num_bytes
+        Bytes read and written.
+    dtype
+        Whose rate counts.
+    function
+        Its entry in `Device.element_ps`.
+    elements
+        Size of its first output.
+    """
 
     name: str
     target: str
@@ -46,12 +61,12 @@ class OpCount:
 
 
 def count_graph(module: GraphModule) -> tuple[OpCount, ...]:
-    """One count per operator that does work; views and tuple access cost nothing."""
+    """Return one count per operator that does work; views and tuple access cost nothing."""
     return tuple(_counts(module.graph.nodes))
 
 
 def counted_ns(module: GraphModule, device: Device) -> int:
-    """Time of a graph on a device: the sum of its operators' rooflines, in ns."""
+    """Return the time of a graph on a device in ns: the sum of its operators' rooflines."""
     return sum(
         device.roofline_ns(c.flops, c.num_bytes, c.dtype, c.function, c.elements) for c in count_graph(module)
     )
@@ -64,12 +79,25 @@ def counted_profile(
     *,
     optimizer_bytes: int | None = None,
 ) -> Profile:
-    """Costs of stages that nobody has run: times by roofline on their graphs, bytes exact.
+    """Return the costs of stages that nobody has run: times by roofline on their graphs, bytes exact.
 
-    device : a `Device` or a name of the table. link : between neighbouring ranks, the device's own if not
-        given. optimizer_bytes : optimizer state per trainable element; default two tensors like the
-        parameter (AdamW). ``static_bytes`` are parameters, buffers, gradients and optimizer state.
-    Stages that share their graphs are counted once. Raises `UsageError` for a dtype without a rate.
+    Stages that share their graphs are counted once.
+
+    Parameters
+    ----------
+    stages
+        In order.
+    device
+        A `Device` or a name of the table.
+    link
+        Between neighbouring ranks; the device's own if not given.
+    optimizer_bytes
+        Optimizer state per trainable element; by default two tensors like the parameter (AdamW).
+
+    Raises
+    ------
+    UsageError
+        An unknown device, or a dtype for which it has no rate.
     """
     chosen = device_named(device) if isinstance(device, str) else device
     times: dict[int, tuple[int, int, int, int]] = {}
@@ -84,7 +112,7 @@ def counted_profile(
                 *times[key],
                 stage.saved_bytes,
                 stage.saved_for_weight_bytes,
-                counted_static_bytes(stage, optimizer_bytes),
+                _static_bytes(stage, optimizer_bytes),
                 name=f"stage {stage.index}",
             )
         )
@@ -92,29 +120,27 @@ def counted_profile(
     return Profile(tuple(costs), edges_of(stages), link or chosen.link, source=source)
 
 
-def counted_static_bytes(stage: StageGraphs, optimizer_bytes: int | None = None) -> int:
-    """Parameters, buffers, gradients and optimizer state, from the shapes in the forward graph."""
+def _static_bytes(stage: StageGraphs, optimizer_bytes: int | None) -> int:
+    """Return the bytes of parameters, buffers, gradients and optimizer state, from the forward graph."""
     holes = stage.graphs.forward.graph.find_nodes(op="placeholder")
     total = 0
     trainable = set(stage.trainable)
     for name, hole in zip((*stage.parameters, *stage.buffers), holes, strict=False):
-        value = hole.meta["val"]
+        value: Tensor = hole.meta["val"]
         total += value.nbytes
         if name in trainable:
-            state = 2 * value.nbytes if optimizer_bytes is None else optimizer_bytes * value.numel()
-            total += value.nbytes + state
+            kept = OPTIMIZER_SLOTS * value.nbytes
+            total += value.nbytes + (kept if optimizer_bytes is None else optimizer_bytes * value.numel())
     return total
 
 
 def _counts(nodes: Iterable[Node]) -> Iterator[OpCount]:
     for node in nodes:
-        if node.op != "call_function" or getattr(node.target, "__name__", "") in _PASS_THROUGH:
+        if node.op != "call_function" or is_getitem(node):
             continue
-        outputs = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
-        inputs = [
-            v for a in node.all_input_nodes for v in tree_leaves(a.meta.get("val")) if isinstance(v, Tensor)
-        ]
-        if not outputs or _is_view(node, outputs):
+        outputs = _tensors(node)
+        inputs = [value for argument in node.all_input_nodes for value in _tensors(argument)]
+        if not outputs or _is_view(node):
             continue
         moved = sum(_num_bytes(v) for v in (*inputs, *outputs))
         floating = [v.dtype for v in (*outputs, *inputs) if v.is_floating_point() or v.is_complex()]
@@ -125,8 +151,13 @@ def _counts(nodes: Iterable[Node]) -> Iterator[OpCount]:
         )
 
 
+def _tensors(node: Node) -> list[Tensor]:
+    """Return the fake tensors that a node makes."""
+    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+
+
 def _function(node: Node) -> str:
-    """Name of the element-wise function, with its backward and its variants under one name."""
+    """Return the name of the element-wise function, with its backward and its variants under one name."""
     if node.kwargs.get("approximate") == "tanh":
         return "tanh"
     name = str(node.target).removeprefix("aten.").split(".")[0]
@@ -147,18 +178,17 @@ _ALIKE = {
 
 
 def _num_bytes(value: Tensor) -> int:
-    """Bytes that are really there: an expanded dimension is stored once."""
+    """Return the bytes that are really there: an expanded dimension is stored once."""
     size = value.element_size()
     for extent, stride in zip(value.shape, value.stride(), strict=True):
         size *= 1 if stride == 0 and extent > 0 else int(extent)
     return size
 
 
-def _is_view(node: Node, outputs: Sequence[Tensor]) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
+def _is_view(node: Node) -> bool:
+    if not isinstance(node.target, OpOverload):
         return False
-    aliases = [r.alias_info for r in schema.returns]
+    aliases = [r.alias_info for r in schema(node.target).returns]
     return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
 
 
@@ -173,7 +203,9 @@ def _flops(node: Node, outputs: Sequence[Tensor]) -> int:
 
 
 def _is_causal(node: Node) -> bool:
-    """An attention call that skips the upper half of the scores."""
+    """Return whether an attention call skips the upper half of the scores."""
+    if not isinstance(node.target, OpOverload):
+        return False
     arguments = schema(node.target).arguments
     position = next((i for i, a in enumerate(arguments) if a.name == "is_causal"), None)
     if position is None:
@@ -182,24 +214,26 @@ def _is_causal(node: Node) -> bool:
     return given is True
 
 
-def _value(argument: Any) -> Any:
+def _value(argument: object) -> object:
     return argument.meta["val"] if isinstance(argument, Node) else argument
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
 
 
-def _attention_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+def _attention_backward(
+    _grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
+) -> int:
     return _attention(query, key, value) * 5 // 2
 
 
-def _linear(inputs: Tensor, weight: Tensor, *_: Any, **__: Any) -> int:
+def _linear(inputs: Tensor, weight: Tensor, *_: object, **__: object) -> int:
     return 2 * inputs.numel() * weight.shape[0]
 
 
-_OWN_FORMULAS: dict[Any, Callable[..., int]] = {
+_OWN_FORMULAS: dict[object, Callable[..., int]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _ATEN.linear: _linear,
@@ -207,11 +241,15 @@ _OWN_FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 def measure_cpu(repeats: int = 7) -> Device:
-    """The CPU entry of the table with rates measured now, on this many threads.
+    """Return the CPU entry of the table with rates measured now, on torch's present number of threads.
 
     Matrix rate: a 768 x 768 float32 product; bandwidth: one read and one write of 32 MB;
-    launch: an addition of one element; slow functions: 256 K elements each. Medians of ``repeats`` runs
-    after one warm-up.
+    launch: an addition of one element; slow functions: 256 K elements each.
+
+    Parameters
+    ----------
+    repeats
+        Runs of each after one warm-up; the median counts.
     """
     left = torch.ones(768, 768)
     block = torch.ones(8 << 20)

@@ -1,9 +1,8 @@
-"""Measure: stages -> Profile. Times of F, B, W and BW on this machine, bytes from the graphs.
+"""Measure what stages cost: times of F, B, W and BW on this machine, bytes from the graphs.
 
-``tuple[StageGraphs] + one microbatch --> Profile``. Contract: every time is the median of several runs
-after a
-warm-up, on the real inputs of the stage; bytes are exact. Parameters, buffers and random state are left as
-they were.
+``tuple[StageGraphs] + one microbatch --> Profile``. Contract in: stages with weights. Contract out: every
+time is the median of several runs after a warm-up, on the real inputs of the stage; bytes are exact.
+Parameters, buffers and random state are left as they were.
 """
 
 from __future__ import annotations
@@ -11,18 +10,23 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from zbcompile.passes.split.stage_graphs import StageGraphs
-from zbcompile.runtime.wiring import Wiring
-from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
+from zbcompile.runtime.wiring import RunnableStage, Wiring
+from zbcompile.schedule.costs import Edge, Profile, StageCost
 
-__all__ = ["edges_of", "measure", "static_bytes"]
+__all__ = ["OPTIMIZER_SLOTS", "edges_of", "measure"]
 
+OPTIMIZER_SLOTS = 2
+"""Tensors like the parameter that the optimizer keeps per parameter: AdamW's two moments."""
 _SECONDS_PER_STAGE = 2.0
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 def measure(
@@ -30,11 +34,21 @@ def measure(
     state: Mapping[str, Tensor],
     microbatch: Sequence[Tensor],
     *,
-    link: Link | None = None,
-    optimizer_slots: int = 2,
     repeats: int = 5,
 ) -> Profile:
-    """Time every stage. ``optimizer_slots``: tensors that the optimizer keeps per parameter (AdamW 2)."""
+    """Time every stage.
+
+    Parameters
+    ----------
+    stages
+        In order.
+    state
+        Parameters and buffers by name.
+    microbatch
+        The flat batch inputs of one microbatch.
+    repeats
+        How often a stage is timed, unless that takes longer than two seconds.
+    """
     scratch = dict(state)
     for stage in stages:
         for name in stage.mutated:
@@ -53,23 +67,23 @@ def measure(
                     *times,
                     stage.saved_bytes,
                     stage.saved_for_weight_bytes,
-                    static_bytes(stage, state, optimizer_slots),
+                    _static_bytes(stage, state),
                     name=f"stage {stage.index}",
                 )
             )
     device = stages[0].inputs[0].device if stages[0].inputs else "cpu"
     source = f"measured on {device}, torch {torch.__version__}"
-    return Profile(tuple(costs), edges_of(stages), link or Link(), source=source)
+    return Profile(tuple(costs), edges_of(stages), source=source)
 
 
-def static_bytes(stage: StageGraphs, state: Mapping[str, Tensor], optimizer_slots: int) -> int:
-    """Parameters, buffers, gradients and optimizer state of one stage."""
+def _static_bytes(stage: StageGraphs, state: Mapping[str, Tensor]) -> int:
+    """Return the bytes of a stage's parameters, buffers, gradients and optimizer state."""
     total = sum(state[n].nbytes for n in (*stage.parameters, *stage.buffers))
-    return total + (1 + optimizer_slots) * sum(state[n].nbytes for n in stage.trainable)
+    return total + (1 + OPTIMIZER_SLOTS) * sum(state[n].nbytes for n in stage.trainable)
 
 
-def edges_of(stages: Sequence[Any]) -> tuple[Edge, ...]:
-    """What flows between stages, in bytes per microbatch."""
+def edges_of(stages: Sequence[RunnableStage]) -> tuple[Edge, ...]:
+    """Return what flows between stages, in bytes per microbatch."""
     ports = Wiring.of(stages).ports
     edges = []
     for backward, source, target in sorted(ports):
@@ -91,6 +105,7 @@ def edges_of(stages: Sequence[Any]) -> tuple[Edge, ...]:
 def _time_stage(
     stage: StageGraphs, state: Mapping[str, Tensor], inputs: list[Tensor], repeats: int
 ) -> tuple[list[Tensor], tuple[int, int, int, int]]:
+    """Return the stage's outputs and the median times of F, B, W and BW in ns."""
     samples: list[tuple[int, int, int, int]] = []
     began = time.perf_counter()
     outputs: list[Tensor] = []
@@ -109,17 +124,23 @@ def _time_stage(
 
 
 def _tangents(stage: StageGraphs) -> list[Tensor | None]:
-    """A gradient for each output that takes one."""
+    """Return a gradient of ones for each output that takes one."""
     return [
         torch.ones(p.shape, dtype=p.dtype, device=p.device) if p.has_gradient else None for p in stage.outputs
     ]
 
 
-def _timed(stage: StageGraphs, call: Callable[..., Any], *args: Any) -> tuple[int, Any]:
+def _timed(
+    stage: StageGraphs,
+    call: Callable[_Arguments, _Result],
+    *args: _Arguments.args,
+    **kwargs: _Arguments.kwargs,
+) -> tuple[int, _Result]:
+    """Return the time of a call in ns, and its result."""
     device = stage.outputs[0].device if stage.outputs else torch.device("cpu")
     _synchronize(device)
     begin = time.perf_counter_ns()
-    result = call(*args)
+    result = call(*args, **kwargs)
     _synchronize(device)
     return time.perf_counter_ns() - begin, result
 

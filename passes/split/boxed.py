@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
-from zbcompile.passes.provenance import with_place
+from zbcompile.passes.provenance import with_provenance
 from zbcompile.passes.split.save_set import leaves
 from zbcompile.passes.torch_private import LINALG_CHECK
 
@@ -51,7 +51,7 @@ def boxed(
     for node in module.graph.nodes:
         if node in calls:
             values[node] = graph.node_copy(node, lambda n: values[n])
-            values[node].meta = with_place(node.meta)
+            values[node].meta = with_provenance(node.meta)
     results = []
     for node in outputs:
         if node in copies:

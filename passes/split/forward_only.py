@@ -18,10 +18,10 @@ from torch.fx import Node
 
 from zbcompile.errors import CutError
 from zbcompile.passes.aliasing import StorageGroups
-from zbcompile.passes.capture.capture import Captured
+from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.joint.replay import Replay
 from zbcompile.passes.partition.auxiliary import auxiliary_nodes
-from zbcompile.passes.partition.cuts import CutPoint
+from zbcompile.passes.partition.cut_points import CutPoint
 from zbcompile.passes.partition.partition import StageSource, Wire, partition
 from zbcompile.passes.split.stage_graphs import Port
 

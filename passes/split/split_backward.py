@@ -19,7 +19,7 @@ from torch.fx import Node
 from zbcompile.errors import SplitError, UsageError
 from zbcompile.passes import torch_private
 from zbcompile.passes.aliasing import is_random, owned_bytes, viewed_arguments
-from zbcompile.passes.capture.capture import Captured
+from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.collection import collection_paused
 from zbcompile.passes.joint.exact_rewrites import rewrite_exactly
 from zbcompile.passes.joint.flexible_views import flexible_views

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zbcompile.passes.capture.capture import Captured
+from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.nested_values import Spec, flatten, unflatten
 from zbcompile.passes.partition.partition import StageSource
 from zbcompile.passes.split.stage_graphs import StageGraphs

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from zbcompile.passes.capture.capture import Captured
+from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.custom_functions import FunctionCall, is_function_call
 from zbcompile.passes.capture.nested_values import Spec
 from zbcompile.passes.partition.partition import StageSource

@@ -1,13 +1,15 @@
-"""Why a split model may round differently from plain autograd, and by how much."""
+"""Say why a split model may round differently from plain autograd, and by how much."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
+from torch.fx import Node
 
 from zbcompile.passes.capture.constant_masks import is_mask_of_transformers
+from zbcompile.passes.nodes import value_of
 from zbcompile.passes.split.staged_model import StagedModel
 
 __all__ = ["ATOMIC", "GAPS", "INDUCTOR", "MASK", "SHARED", "TIED", "reasons_of", "tolerance_of"]
@@ -29,29 +31,32 @@ _ATOMIC = (
 """What ``torch.use_deterministic_algorithms`` documents as nondeterministic on CUDA, by part of its name."""
 
 
-def tolerance_of(front: StagedModel) -> float:
-    """The largest relative error that a named reason may explain: by backend and narrowest dtype."""
-    base = INDUCTOR_TOLERANCE if front.backend != "eager" else FLOAT32_TOLERANCE
-    found = {
-        value.dtype
-        for node in front.captured.module.graph.nodes
-        if isinstance(value := node.meta.get("val"), torch.Tensor)
-    }
+def tolerance_of(staged: StagedModel) -> float:
+    """Return the largest relative error that a named reason may explain: by backend and narrowest dtype."""
+    base = INDUCTOR_TOLERANCE if staged.backend != "eager" else FLOAT32_TOLERANCE
+    nodes = staged.captured.module.graph.nodes
+    found = {value.dtype for node in nodes if (value := value_of(node)) is not None}
     widths = [torch.finfo(dtype).eps for dtype in found if dtype.is_floating_point]
     narrow = [eps for eps in widths if eps > torch.finfo(torch.float32).eps]
     return max([base, *(2 * eps for eps in narrow)])
 
 
-def reasons_of(front: StagedModel) -> Callable[[str, str], str]:
-    """(kind, name) -> why that value may differ in its last bits; "" where it must be equal."""
+def reasons_of(staged: StagedModel) -> Callable[[str, str], str]:
+    """Return why values may differ in their last bits.
+
+    Returns
+    -------
+    callable
+        (kind, name) of a value -> the reason; an empty string where it must be equal.
+    """
     holders: dict[str, list[int]] = {}
-    for stage in front.stages:
+    for stage in staged.stages:
         for name in stage.trainable:
             holders.setdefault(name, []).append(stage.index)
-    everywhere = INDUCTOR if front.backend != "eager" else MASK if _has_built_mask(front) else ""
-    everywhere = everywhere or (ATOMIC if _adds_in_no_order(front) else "")
-    everywhere = everywhere or (GAPS if _crosses_with_gaps(front) else "")
-    shared = _last_shared(front)
+    everywhere = INDUCTOR if staged.backend != "eager" else MASK if _has_built_mask(staged) else ""
+    everywhere = everywhere or (ATOMIC if _adds_in_no_order(staged) else "")
+    everywhere = everywhere or (GAPS if _crosses_with_gaps(staged) else "")
+    shared = _last_shared(staged)
 
     def reason(kind: str, name: str) -> str:
         if everywhere or kind != "gradient":
@@ -64,38 +69,41 @@ def reasons_of(front: StagedModel) -> Callable[[str, str], str]:
     return reason
 
 
-def _last_shared(front: StagedModel) -> int:
-    """The last stage with an output whose gradient is a sum that autograd takes in other parts; else -1.
+def _last_shared(staged: StagedModel) -> int:
+    """Return the last stage with an output whose gradient autograd sums in other parts than we do; else -1.
 
-    Autograd adds use by use, from the last to the first; here each stage adds its own uses first. That is
-    the same sum unless a stage before the last user uses the value more than once.
+    Autograd adds use by use, from the last to the first; here each stage adds its own uses first. The sum is
+    the same unless a stage before the last user uses the value more than once.
     """
     found = -1
-    for stage in front.stages:
+    for stage in staged.stages:
         for port in stage.outputs:
             early = port.targets[:-1] if port.has_gradient else ()
-            if any(_uses(front, target, port.name) > 1 for target in early):
+            if any(_uses(staged, target, port.name) > 1 for target in early):
                 found = stage.index
     return found
 
 
-def _uses(front: StagedModel, stage: int, name: str) -> int:
-    graph = front.sources[stage].module.graph
+def _uses(staged: StagedModel, stage: int, name: str) -> int:
+    graph = staged.sources[stage].module.graph
     hole = next(node for node in graph.find_nodes(op="placeholder") if node.name == name)
     return sum(user.all_input_nodes.count(hole) or 1 for user in hole.users)
 
 
-def _has_built_mask(front: StagedModel) -> bool:
-    return any(is_mask_of_transformers(node) for node in front.captured.module.graph.nodes)
+def _has_built_mask(staged: StagedModel) -> bool:
+    return any(is_mask_of_transformers(node) for node in staged.captured.module.graph.nodes)
 
 
-def _crosses_with_gaps(front: StagedModel) -> bool:
-    """Whether some value is sent in other strides than it was traced with where it arrives, or a gradient
-    (of a value with one user: sums have no gaps) in others than it was made with."""
-    outputs = {port.name: port for stage in front.stages for port in stage.outputs}
-    for stage in front.stages:
-        results: Any = stage.graphs.backward_input.graph.output_node().args[0]
-        made = iter(results)
+def _crosses_with_gaps(staged: StagedModel) -> bool:
+    """Return whether a value or a gradient arrives in other strides than it was traced with.
+
+    A value is compared with the stage that it is sent to, a gradient with the stage that made it. Gradients
+    of values with several users do not count: sums have no gaps.
+    """
+    outputs = {port.name: port for stage in staged.stages for port in stage.outputs}
+    for stage in staged.stages:
+        results = stage.graphs.backward_input.graph.output_node().args[0]
+        made = iter(cast("Sequence[Node]", results))
         for port in stage.inputs:
             grad = next(made) if port.has_gradient else None
             if port.source[0] != "stage":
@@ -103,8 +111,8 @@ def _crosses_with_gaps(front: StagedModel) -> bool:
             sent = outputs[port.name]
             if _steps(port.shape, port.stride) != _steps(port.shape, sent.stride):
                 return True
-            value = None if grad is None else grad.meta.get("val")
-            if isinstance(value, torch.Tensor) and len(sent.targets) == 1:
+            value = None if grad is None else value_of(grad)
+            if value is not None and len(sent.targets) == 1:
                 steps = _steps(port.shape, tuple(value.stride()))
                 if 0 not in steps and steps != _steps(port.shape, sent.grad_stride):
                     return True
@@ -112,13 +120,15 @@ def _crosses_with_gaps(front: StagedModel) -> bool:
 
 
 def _steps(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of the dimensions that have more than one element."""
+    """Return the strides of the dimensions that have more than one element."""
     return tuple(step for size, step in zip(shape, stride, strict=True) if size > 1)
 
 
-def _adds_in_no_order(front: StagedModel) -> bool:
-    if all(port.device.type == "cpu" for stage in front.stages for port in (*stage.inputs, *stage.outputs)):
+def _adds_in_no_order(staged: StagedModel) -> bool:
+    if all(port.device.type == "cpu" for stage in staged.stages for port in (*stage.inputs, *stage.outputs)):
         return False
-    graphs = (graph for stage in front.stages for graph in (stage.graphs.forward, stage.graphs.full_backward))
+    graphs = (
+        graph for stage in staged.stages for graph in (stage.graphs.forward, stage.graphs.full_backward)
+    )
     names = (str(node.target) for graph in graphs for node in graph.graph.nodes)
     return any(part in name for name in names for part in _ATOMIC)

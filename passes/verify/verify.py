@@ -1,9 +1,11 @@
-"""The self-check at compile time: F, B and W of all stages against the untouched model under autograd.
+"""Verify at compile time: compare F, B and W of all stages with the untouched model under autograd.
 
-One microbatch runs through the original model (not the captured one: a comparison with that cannot see
-what the capture lost) and through the stages in sequence, both from the same random state. Outputs,
-gradients of all parameters and buffers must agree: to the bit, or within a tolerance where the order of
-rounding differs. Buffers, gradients and random state are afterwards as they were before.
+``model + StagedModel + one microbatch --> VerifyReport``. Contract in: a model with weights. Contract out:
+outputs, gradients of all parameters and buffers agree: to the bit, or within a tolerance where the order of
+rounding differs (`rounding_reasons`). Buffers, gradients and random state are left as they were.
+
+The microbatch runs through the original model (not the captured one: a comparison with that cannot see what
+the capture lost) and through the stages in sequence, both from the same random state.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from zbcompile.errors import SplitError, UsageError
 from zbcompile.passes import torch_private
 from zbcompile.passes.capture.nested_values import flatten, unflatten
-from zbcompile.passes.capture.trace_guards import attributes_kept
+from zbcompile.passes.capture.state_guards import attributes_kept
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.split.sequence import run_backward, run_forward
 from zbcompile.passes.split.staged_model import StagedModel
@@ -28,18 +30,34 @@ from zbcompile.passes.verify.rounding_reasons import reasons_of, tolerance_of
 __all__ = ["Deviation", "VerifyReport", "cheap_to_verify", "verify"]
 
 SMALL_BYTES = 1 << 30
+"""Parameters of the largest model that is verified unless told otherwise."""
 FLOOR = 0.1
 """A gradient below this share of the typical one (root mean square over parameters) is scaled by that
 share instead of its own norm: some gradients are zero but for rounding."""
 
+_Kind = Literal["output", "gradient", "buffer"]
+_KINDS: tuple[_Kind, ...] = ("output", "gradient", "buffer")
+_Found = Mapping[_Kind, Mapping[str, Tensor | None]]
+"""Values by kind and name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How one value compares. ``error``: norm of the difference over the norm of the reference; 0.0 if
-    and only if equal to the bit. ``largest``: the largest difference of one element. ``reason``: why it may
-    differ, "" when it is equal."""
+    """How one value compares with autograd's.
 
-    kind: str
+    Attributes
+    ----------
+    kind, name
+        Which value.
+    error
+        Norm of the difference over the norm of autograd's value; 0.0 if and only if equal to the bit.
+    reason
+        Why it may differ; empty when it is equal.
+    largest
+        The largest difference of one element.
+    """
+
+    kind: _Kind
     name: str
     error: float
     reason: str = ""
@@ -48,7 +66,15 @@ class Deviation:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was compared: one `Deviation` per output, parameter gradient and buffer."""
+    """What was compared; ``str`` of it is one line.
+
+    Attributes
+    ----------
+    values
+        One `Deviation` per output, parameter gradient and buffer.
+    tolerance
+        The relative error that was allowed.
+    """
 
     values: tuple[Deviation, ...]
     tolerance: float
@@ -77,53 +103,62 @@ class VerifyReport:
 
 def verify(
     model: nn.Module,
-    front: StagedModel,
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    target: Any = None,
+    staged: StagedModel,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    target: object = None,
     loss_fn: Callable[..., Tensor] | None = None,
     *,
     tolerance: float | None = None,
 ) -> VerifyReport:
-    """Compare ``front`` with ``model`` on one microbatch like the one it was compiled for.
+    """Compare stages with their model on one microbatch like the one they were compiled for.
 
-    Every value must be equal to the bit unless `verify_reasons` knows why it need not be; then its relative
+    Every value must be equal to the bit unless `rounding_reasons` knows why it need not be; then its relative
     error may reach 1e-6 in float32, 2 eps in a narrower dtype, 1e-5 for stages compiled by inductor.
-    ``tolerance`` : a relative error allowed for every value instead, with or without a reason.
+
+    Parameters
+    ----------
+    model
+        The untouched model.
+    staged
+        Its stages.
+    args, kwargs, target, loss_fn
+        As for `capture`.
+    tolerance
+        A relative error allowed for every value instead, with or without a reason.
 
     Raises
     ------
-    SplitError : a value that differs by more; names parameter, module, stage and the largest difference.
-    UsageError : a model without weights (on the meta device).
+    SplitError
+        A value differs by more; names parameter, module, stage and the largest difference.
+    UsageError
+        A model without weights (on the meta device), one that fails on the example or changes the shape of a
+        buffer, or a gradient hook.
     """
     whole = with_loss(model, loss_fn)
     _check_real(whole)
-    batch = [tensor.detach().clone() for tensor in front.flat_inputs(args, kwargs, target)]
-    allowed = tolerance_of(front) if tolerance is None else tolerance
+    batch = [tensor.detach().clone() for tensor in staged.flat_inputs(args, kwargs, target)]
+    allowed = tolerance_of(staged) if tolerance is None else tolerance
     with attributes_kept(model, whole), _untouched(whole, batch) as start:
-        expected = _reference(model, front, batch, loss_fn)
+        expected = _run_model(model, staged, batch, loss_fn)
         start()
-        found = _stages(whole, front, batch)
-    reasons = reasons_of(front)
+        found = _run_stages(whole, staged, batch)
+    reasons = reasons_of(staged)
     values: list[Deviation] = []
-    for kind in ("output", "gradient", "buffer"):
+    for kind in _KINDS:
         values += _compare(kind, found[kind], expected[kind], reasons)
     report = VerifyReport(tuple(values), allowed)
     wrong = [v for v in values if not v.error <= allowed or (v.error and not v.reason and tolerance is None)]
     if wrong:
         first = max(wrong, key=lambda value: (value.kind == "output", value.error))
-        raise _mismatch(front, first, len(wrong), allowed)
+        raise _mismatch(staged, first, len(wrong), allowed)
     return report
 
 
-_Found = dict[str, dict[str, "Tensor | None"]]
-"""Values by kind ("output", "gradient", "buffer") and name."""
-
-
-def _reference(
-    model: nn.Module, front: StagedModel, batch: list[Tensor], loss_fn: Callable[..., Tensor] | None
+def _run_model(
+    model: nn.Module, staged: StagedModel, batch: list[Tensor], loss_fn: Callable[..., Tensor] | None
 ) -> _Found:
-    args, kwargs, target = unflatten(front.input_spec, [tensor.clone() for tensor in batch])
+    args, kwargs, target = unflatten(staged.input_spec, [tensor.clone() for tensor in batch])
     with torch.enable_grad():
         try:
             value = model(*args, **kwargs)
@@ -135,15 +170,17 @@ def _reference(
             ) from error
         leaves = flatten(value, results=True)[0]
         whole = with_loss(model, loss_fn)
-        grads = {} if front.loss is None else _autograd(whole, leaves[front.loss])
-    buffers = {name: buffer.detach().clone() for name, buffer in whole.named_buffers()}
-    names = list(front.result_spec.paths())
-    outputs = {name: leaf.detach() for name, leaf in zip(names, leaves, strict=True)}
-    return {"output": outputs, "gradient": grads, "buffer": buffers}  # type: ignore[dict-item]
+        grads = {} if staged.loss is None else _autograd(whole, leaves[staged.loss])
+    names = list(staged.result_spec.paths())
+    return {
+        "output": {name: leaf.detach() for name, leaf in zip(names, leaves, strict=True)},
+        "gradient": grads,
+        "buffer": {name: buffer.detach().clone() for name, buffer in whole.named_buffers()},
+    }
 
 
 def _autograd(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
-    """Gradient per parameter that requires one, through ``.grad``, which the caller restores.
+    """Return the gradient of every parameter that requires one, through ``.grad``, which the caller restores.
 
     (``torch.autograd.grad`` would not do: reentrant checkpoints refuse it.)
     """
@@ -160,14 +197,14 @@ def _autograd(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
     return {name: parameter.grad for name, parameter in named.items()}
 
 
-def _stages(model: nn.Module, front: StagedModel, batch: list[Tensor]) -> _Found:
+def _run_stages(model: nn.Module, staged: StagedModel, batch: list[Tensor]) -> _Found:
     state = {name: p.detach() for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
-    outputs, saves = run_forward(front.stages, state | buffers, [tensor.clone() for tensor in batch])
-    results = [outputs[stage][position] for stage, position in front.result_ports]
+    outputs, saves = run_forward(staged.stages, state | buffers, [tensor.clone() for tensor in batch])
+    results = [outputs[stage][position] for stage, position in staged.result_ports]
     del outputs
-    grads: dict[str, Tensor] = {} if front.loss is None else run_backward(front.stages, saves)
-    names = list(front.result_spec.paths())
+    grads: dict[str, Tensor] = {} if staged.loss is None else run_backward(staged.stages, saves)
+    names = list(staged.result_spec.paths())
     return {
         "output": dict(zip(names, results, strict=True)),
         "gradient": dict(grads),
@@ -176,7 +213,7 @@ def _stages(model: nn.Module, front: StagedModel, batch: list[Tensor]) -> _Found
 
 
 def _compare(
-    kind: str,
+    kind: _Kind,
     found: Mapping[str, Tensor | None],
     expected: Mapping[str, Tensor | None],
     reasons: Callable[[str, str], str],
@@ -192,7 +229,10 @@ def _compare(
 
 
 def _error(mine: Tensor | None, theirs: Tensor | None, scale: float) -> float:
-    """0.0 iff equal to the bit; a missing gradient counts as zero; inf where nothing can be compared."""
+    """Return the relative error: 0.0 iff equal to the bit, inf where nothing can be compared.
+
+    A missing gradient counts as zero.
+    """
     if mine is None and theirs is None:
         return 0.0
     if mine is None or theirs is None:
@@ -210,7 +250,7 @@ def _error(mine: Tensor | None, theirs: Tensor | None, scale: float) -> float:
 
 
 def _largest(mine: Tensor | None, theirs: Tensor | None) -> float:
-    """The largest difference of one element; a missing gradient counts as zero."""
+    """Return the largest difference of one element; a missing gradient counts as zero."""
     if mine is None or theirs is None:
         one = theirs if mine is None else mine
         return 0.0 if one is None or not one.numel() else float(_wide(one.detach()).abs().max())
@@ -227,12 +267,12 @@ def _norm(value: Tensor) -> float:
     return float(torch.linalg.vector_norm(_wide(value.detach())))
 
 
-def _mismatch(front: StagedModel, value: Deviation, count: int, allowed: float) -> SplitError:
+def _mismatch(staged: StagedModel, value: Deviation, count: int, allowed: float) -> SplitError:
     module, _, leaf = value.name.rpartition(".")
-    holders = [str(s.index) for s in front.stages if value.name in (*s.trainable, *s.buffers)]
+    holders = [str(s.index) for s in staged.stages if value.name in (*s.trainable, *s.buffers)]
     if value.kind == "output":
-        position = list(front.result_spec.paths()).index(value.name)
-        holders, module = [f"{front.result_ports[position][0]} or earlier"], ""
+        position = list(staged.result_spec.paths()).index(value.name)
+        holders, module = [f"{staged.result_ports[position][0]} or earlier"], ""
     place = f"stage {', '.join(holders)}" if holders else "in no stage"
     name = value.name.lstrip(".") or "the result"
     more = f", and {count - 1} more values do" if count > 1 else ""
@@ -247,8 +287,10 @@ def _mismatch(front: StagedModel, value: Deviation, count: int, allowed: float) 
 
 
 def cheap_to_verify(model: nn.Module) -> bool:
-    """Whether the self-check runs unless told otherwise: a model on the CPU of at most 1 GiB, whose
-    parameters have no hooks."""
+    """Return whether a model is verified unless told otherwise.
+
+    It is on the CPU, has at most 1 GiB of parameters, and its parameters have no hooks.
+    """
     parameters = list(model.parameters())
     small = sum(p.nbytes for p in parameters) <= SMALL_BYTES
     return small and all(p.device.type == "cpu" and not torch_private.has_hooks(p) for p in parameters)
@@ -266,8 +308,13 @@ def _check_real(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _untouched(model: nn.Module, batch: Sequence[Tensor]) -> Iterator[Callable[[], None]]:
-    """Restores buffers, gradients and random state at the end; yields a call that does so in between
-    for all but the gradients."""
+    """Restore buffers, gradients and random state at the end.
+
+    Yields
+    ------
+    callable
+        Restores all but the gradients in between.
+    """
     grads = [(p, p.grad) for p in model.parameters()]
     held = torch_private.assigned_buffers(model)
     buffers = [

@@ -27,7 +27,7 @@ from tests.support.pipeline_oracle import (
     mean_square,
     same_state,
 )
-from zbcompile.passes.partition.cuts import CutPoint
+from zbcompile.passes.partition.cut_points import CutPoint
 
 
 def report(*rows: tuple[str, Any]) -> pytest.MarkDecorator:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.errors import UsageError
-from zbcompile.passes.capture.capture import Captured, capture
+from zbcompile.passes.capture.capture import capture
+from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.constant_masks import fold_constant_masks
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.partition.partition import Policy, StageSource, partition

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.compiler.stages import build_stages
-from zbcompile.passes.capture.capture import Captured, capture
+from zbcompile.passes.capture.capture import capture
+from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.constant_masks import fold_constant_masks
 from zbcompile.passes.verify.verify import verify
 

@@ -16,11 +16,12 @@ from zbcompile.errors import CutError, UsageError
 from zbcompile.passes.aliasing import StorageGroups
 from zbcompile.passes.capture.capture import capture
 from zbcompile.passes.partition.auxiliary import auxiliary_nodes
-from zbcompile.passes.partition.cuts import TOLERANCE, CutPoint, Order, balanced_cuts, order_of
+from zbcompile.passes.partition.cut_points import CallOrder, CutPoint, call_order
+from zbcompile.passes.partition.cuts import TOLERANCE, balanced_cuts
 from zbcompile.passes.partition.partition import partition
 
 
-def _order(seed: int) -> Order:
+def _order(seed: int) -> CallOrder:
     rng = random.Random(seed)
     costs = [rng.choice([0.0, 1.0, 2.0, 3.0, 5.0]) for _ in range(12)]
     before = [0.0, *itertools.accumulate(costs)]
@@ -29,10 +30,10 @@ def _order(seed: int) -> Order:
         for i in range(1, 12)
         if rng.random() < 0.8
     )
-    return Order((), tuple(costs), cuts, before[-1])
+    return CallOrder((), tuple(costs), cuts, before[-1])
 
 
-def _largest_stage(order: Order, cuts: Sequence[CutPoint]) -> float:
+def _largest_stage(order: CallOrder, cuts: Sequence[CutPoint]) -> float:
     ends = [0.0, *(cut.seconds_before for cut in cuts), order.total]
     return max(b - a for a, b in itertools.pairwise(ends))
 
@@ -64,12 +65,12 @@ def test_balanced_cuts_against_brute_force(seed: int) -> None:
         assert sum(cut.live_bytes for cut in found) == fewest
 
 
-def _legal(model: nn.Module, args: tuple[Tensor, ...]) -> tuple[Order, list[str]]:
+def _legal(model: nn.Module, args: tuple[Tensor, ...]) -> tuple[CallOrder, list[str]]:
     captured = capture(model, args)
     groups = StorageGroups(captured.module.graph)
     auxiliary = auxiliary_nodes(captured, groups)
     main = [n for n in captured.module.graph.nodes if n.op == "call_function" and n not in auxiliary]
-    return order_of(main, groups), [str(node.target) for node in main]
+    return call_order(main, groups), [str(node.target) for node in main]
 
 
 def test_no_cut_between_a_value_and_its_change_in_place() -> None:
