@@ -1,4 +1,4 @@
-"""Capture: roles, regions, places, results; and that it leaves the model alone."""
+"""Capture: roles, regions, provenance, results; and that it leaves the model alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zbcompile.passes.capture.capture import capture
 from zbcompile.passes.capture.nested_values import NotCarried, flatten, unflatten
 
 
-def test_roles_places_and_results() -> None:
+def test_roles_provenance_and_results() -> None:
     args, kwargs, _ = labelled()()
     captured = capture(gpt2(), args, kwargs)
     kinds = {role.kind for role in captured.roles.values()}
@@ -183,7 +183,7 @@ def test_private_torch_names_live_in_one_file() -> None:
 
     folder = ROOT / "passes"
     private = re.compile(r"\btorch(\.\w+)*\._[a-z]|\._schema\b|\._cdata\b|\._buffers\b|\._parameters\b")
-    for file in sorted(folder.glob("*.py")):
+    for file in sorted(folder.rglob("*.py")):
         if file.name != "torch_private.py":
             lines = [line for line in file.read_text().splitlines() if '"' not in line]
             found = [line.strip() for line in lines if private.search(line)]
