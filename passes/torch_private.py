@@ -1,29 +1,24 @@
-"""Hold every private torch name that the passes use. Checked on torch 2.13 and 2.14.
+"""Hold the private torch names that the passes use. Checked on torch 2.13 and 2.14.
 
-When torch moves one of them, this file is the only one to change.
+When torch moves one of them, only this file and `torch_patches` change.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import logging
-import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument
 
-from zbcompile.errors import CaptureError, SplitError
+from zbcompile.errors import SplitError
+from zbcompile.passes.torch_patches import joint_trace_patched, quiet
 
 try:
-    import torch._functorch.config
-    import torch._meta_registrations
     from torch._functorch._aot_autograd import descriptors
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._ops import OpOverload
@@ -45,15 +40,11 @@ __all__ = [
     "RegionCall",
     "ambient_autocast",
     "as_fake",
-    "as_in_eager",
     "assigned_buffers",
-    "attribute_replaced",
     "backward_hooks",
-    "distributions_unchecked",
     "evaluate_fake",
     "fake_mode",
     "functorch_nesting",
-    "grouped_products_of_any_dtype",
     "has_hooks",
     "inductor_compile",
     "is_higher_order",
@@ -64,7 +55,6 @@ __all__ = [
     "node_meta",
     "parameter_kind",
     "preserve_node_meta",
-    "quiet",
     "random_state",
     "schema",
     "set_buffer",
@@ -74,23 +64,12 @@ __all__ = [
     "transform_depth",
     "tree_leaves",
     "tree_map",
-    "without_tensor_hooks",
     "wrapper_kind",
 ]
 
 
 LINALG_CHECK = torch.fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
 """Raises for a singular matrix; has no result, and dead code elimination keeps it."""
-
-_RESAMPLING = (
-    *(f"{kind}{n}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)),
-    "upsample_linear1d",
-    "upsample_bilinear2d",
-    "upsample_trilinear3d",
-    "upsample_bicubic2d",
-    "_upsample_bilinear2d_aa",
-    "_upsample_bicubic2d_aa",
-)
 
 
 @dataclass(frozen=True)
@@ -123,17 +102,6 @@ class JointGraph:
 
 class ChangeCarriesGradient(Exception):
     """The new value of a changed argument depends on parameters; ``args[0]`` is its position."""
-
-
-@contextlib.contextmanager
-def attribute_replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Give an attribute of a module or class another value while active."""
-    given = vars(owner)[name]
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, given)
 
 
 def fake_mode() -> FakeTensorMode:
@@ -177,16 +145,7 @@ def joint_graph(module: nn.Module, arguments: list[Tensor]) -> JointGraph:
     ChangeCarriesGradient
         The module changes an argument to a value that depends on parameters.
     """
-    modes = (
-        _resampling_kept_whole(),
-        _dropout_as_in_eager(),
-        grouped_products_of_any_dtype(),
-        _checks_without_tokens(),
-        _functorch_levels_kept(),
-    )
-    with contextlib.ExitStack() as stack, quiet(), torch.enable_grad():
-        for mode in modes:
-            stack.enter_context(mode)
+    with joint_trace_patched(), torch.enable_grad(), contextlib.ExitStack() as stack:
         joint = aot_export_joint_with_descriptors(stack, module, tuple(arguments), decompositions={})
         graph_module = joint.graph_module
     return _with_roles(graph_module)
@@ -201,114 +160,6 @@ def evaluate_fake(node: Node, args: Sequence[object]) -> Tensor | None:
             return target(*args, **torch.fx.map_arg(node.kwargs, lambda n: n.meta["val"]))
     except (RuntimeError, ValueError):
         return None
-
-
-@contextlib.contextmanager
-def _resampling_kept_whole() -> Iterator[None]:
-    """Take torch's Python versions of upsampling away, which index and blend: eager runs one kernel."""
-    taken: list[tuple[OpOverload, torch._C.DispatchKey, Callable[..., object]]] = []
-    for name in _RESAMPLING:
-        packet = getattr(torch.ops.aten, name, None)
-        for overload in () if packet is None else packet.overloads():
-            operator = getattr(packet, overload)
-            for key in (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd):
-                if key in operator.py_kernels:
-                    taken.append((operator, key, operator.py_kernels.pop(key)))
-                    operator._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        for operator, key, kernel in taken:
-            operator.py_kernels[key] = kernel
-            operator._dispatch_cache.clear()
-
-
-@contextlib.contextmanager
-def grouped_products_of_any_dtype() -> Iterator[None]:
-    """Let fake tensors take ``grouped_mm`` of every dtype that the kernels take; torch's insist on bf16."""
-    module = torch._meta_registrations
-    given: Callable[..., object] = module._meta_grouped_mm_common
-    create: Callable[..., object] = module._create_grouped_mm_output_tensor
-
-    def common(
-        a: Tensor,
-        b: Tensor,
-        scale_a: Tensor | None,
-        scale_b: Tensor | None,
-        offs: Tensor | None = None,
-        bias: Tensor | None = None,
-        scale_result: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-        **rest: bool,
-    ) -> object:
-        narrow = a.dtype == b.dtype == torch.bfloat16
-        if scale_a is not None or narrow or a.dtype != b.dtype:
-            return given(a, b, scale_a, scale_b, offs, bias, scale_result, out_dtype, **rest)
-        return create(a, b, offs, out_dtype)
-
-    with attribute_replaced(module, "_meta_grouped_mm_common", common):
-        yield
-
-
-@contextlib.contextmanager
-def _dropout_as_in_eager() -> Iterator[None]:
-    """Trace dropout of narrow numbers on the CPU as eager runs it: the mask is scaled first, and rounds so.
-
-    The fused call, which scales last, gives the same bits in float32 and keeps a mask of bytes.
-    """
-    operator = torch.ops.aten.dropout.default
-    given = dict(operator.py_kernels)
-    fused = given[torch._C.DispatchKey.Autograd]
-
-    def dropout(x: Tensor, rate: float, train: bool) -> object:
-        if train and rate == 1 and x.device.type == "cpu":  # draws nothing
-            return x * torch.zeros((), dtype=x.dtype)
-        if not train or rate == 0 or x.device.type != "cpu" or x.element_size() >= 4:
-            return fused(x, rate, train)
-        return x * torch.empty_like(x).bernoulli_(1 - rate).div_(1 - rate)
-
-    operator.py_kernels.update(dict.fromkeys(given, dropout))
-    operator._dispatch_cache.clear()
-    try:
-        yield
-    finally:
-        operator.py_kernels.update(given)
-        operator._dispatch_cache.clear()
-
-
-@contextlib.contextmanager
-def _checks_without_tokens() -> Iterator[None]:
-    """Trace the check for singular matrices as a plain call; torch would thread tokens through the graph."""
-    holder = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
-    given, holder._effect = holder._effect, None
-    try:
-        yield
-    finally:
-        holder._effect = given
-
-
-@contextlib.contextmanager
-def _functorch_levels_kept() -> Iterator[None]:
-    """Leave the transforms that a failed trace left open."""
-    functorch = torch._C._functorch
-    depth = functorch.get_dynamic_layer_stack_depth()
-    try:
-        yield
-    finally:
-        if functorch.get_dynamic_layer_stack_depth() > depth:
-            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-
-
-@contextlib.contextmanager
-def distributions_unchecked() -> Iterator[None]:
-    """Keep ``torch.distributions`` from looking at the values of its arguments."""
-    kind = torch.distributions.Distribution
-    given = kind._validate_args
-    kind.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        kind.set_default_validate_args(given)
 
 
 def math_attention(
@@ -435,58 +286,10 @@ class RegionCall:
         return None
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep torch's reports of a failed trace off the terminal: the error says what is needed."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    silent = io.StringIO()
-    with (
-        warnings.catch_warnings(),
-        contextlib.redirect_stdout(silent),
-        contextlib.redirect_stderr(silent),
-    ):
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def as_in_eager() -> Iterator[None]:
-    """Tell a model that asks whether it is compiled or exported that it is not, as in eager.
-
-    Hugging Face models then leave the causal mask to the kernel.
-    """
-    with (
-        attribute_replaced(torch.compiler, "_is_exporting_flag", False),
-        attribute_replaced(torch.compiler, "_is_compiling_flag", False),
-    ):
-        yield
-
-
 def ambient_autocast() -> list[tuple[str, torch.dtype]]:
     """Return (device type, dtype) of the autocast regions that the caller is in."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
-
-
-@contextlib.contextmanager
-def without_tensor_hooks() -> Iterator[None]:
-    """Refuse a gradient hook on a tensor, with its source line: no stage would call it."""
-
-    def refuse(tensor: Tensor, hook: object) -> NoReturn:
-        frame = sys._getframe(1)
-        raise CaptureError(
-            "cannot capture a gradient hook on a tensor: it would not run",
-            where=f"{frame.f_code.co_filename}:{frame.f_lineno}",
-            fix="do its work in a torch.autograd.Function, or on param.grad after the step",
-        )
-
-    with attribute_replaced(Tensor, "register_hook", refuse):
-        yield
 
 
 def wrapper_kind(module: nn.Module) -> str:
@@ -572,8 +375,8 @@ def inductor_compile(module: GraphModule) -> Callable[[list[object]], Sequence[o
     from torch._inductor.virtualized import V
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    holes = module.graph.find_nodes(op="placeholder")
-    values = [node.meta["val"] for node in holes]
+    placeholders = module.graph.find_nodes(op="placeholder")
+    values = [node.meta["val"] for node in placeholders]
     examples = [value.detach() if isinstance(value, Tensor) else value for value in values]
     modes = [value.fake_mode for value in examples if isinstance(value, FakeTensor)]
     with torch._inductor.config.patch(fallback_random=True), torch.no_grad(), quiet():

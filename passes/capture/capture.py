@@ -20,7 +20,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from zbcompile.errors import CaptureError, UsageError, ZBCompileError
-from zbcompile.passes import torch_private
+from zbcompile.passes import torch_patches, torch_private
 from zbcompile.passes.capture.captured import Captured, Role, RoleKind
 from zbcompile.passes.capture.collection import collection_paused
 from zbcompile.passes.capture.custom_functions import intercepted
@@ -172,10 +172,10 @@ class _Traced(nn.Module):
         args, kwargs, target = unflatten(self.spec, tensors)
         (tables,), (loss_fn,) = self.tables, self.losses
         before = torch_private.assigned_buffers(tables)
-        as_eager = torch_private.as_in_eager() if self.eager else contextlib.nullcontext()
+        as_eager = torch_patches.as_in_eager() if self.eager else contextlib.nullcontext()
         record, now = self.record, dict(_named(tables))
         record.guard = TraceGuard({key: now[name] for key, name in record.held.items()})
-        hooks, state = torch_private.without_tensor_hooks(), state_guarded(tables, record.changes)
+        hooks, state = torch_patches.without_tensor_hooks(), state_guarded(tables, record.changes)
         with as_eager, traced_modes(), hooks, state, record.guard:
             value: object = self.model(*args, **kwargs)
             loss = None if loss_fn is None else loss_fn(value, target)
@@ -224,8 +224,8 @@ def _export(whole: _Traced, tensors: Sequence[Tensor]) -> ExportedProgram:
     failure is told.
     """
     detached = tuple(tensor.detach() for tensor in tensors)
-    modes = torch.inference_mode(False), torch.enable_grad(), torch_private.grouped_products_of_any_dtype()
-    with modes[0], modes[1], modes[2], torch.random.fork_rng(devices=[]), torch_private.quiet():
+    modes = torch.inference_mode(False), torch.enable_grad(), torch_patches.grouped_products_of_any_dtype()
+    with modes[0], modes[1], modes[2], torch.random.fork_rng(devices=[]), torch_patches.quiet():
         try:
             return torch.export.export(whole, detached, strict=False)
         except ZBCompileError:

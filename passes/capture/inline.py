@@ -85,9 +85,9 @@ class _Copier:
         if call is not None:
             inner: GraphModule = getattr(module, call.body)
             given = torch.fx.map_arg(call.arguments, lambda n: values[n])
-            holes = inner.graph.find_nodes(op="placeholder")
+            placeholders = inner.graph.find_nodes(op="placeholder")
             region = Region(call.kind, call.settings, next(self._numbers))
-            return self.copy(inner, dict(zip(holes, given, strict=True)), (*regions, region))
+            return self.copy(inner, dict(zip(placeholders, given, strict=True)), (*regions, region))
         if torch_private.is_higher_order(node):
             raise CaptureError(
                 f"cannot split {getattr(node.target, '__name__', node.target)}: it takes functions",
@@ -112,10 +112,10 @@ def _is_metadata_check(node: Node) -> bool:
 def _clone_changed_batch(graph: Graph, roles: Mapping[str, Role]) -> None:
     """Give a model that changes its input in place a copy: the caller's batch stays as it is."""
     groups = StorageGroups(graph)
-    holes = list(graph.find_nodes(op="placeholder"))
-    changed = [n for n in holes if roles[n.name].kind == "batch" and groups.root(n) in groups.changes]
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    changed = [n for n in placeholders if roles[n.name].kind == "batch" and groups.root(n) in groups.changes]
     for node in changed:
-        with graph.inserting_after(holes[-1]):
+        with graph.inserting_after(placeholders[-1]):
             copy = graph.call_function(torch.ops.aten.clone.default)
         node.replace_all_uses_with(copy)
         copy.args = (node,)

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from zbcompile.errors import CaptureError
-from zbcompile.passes import torch_private
+from zbcompile.passes import torch_patches
 from zbcompile.passes.provenance import caller_source
 
 __all__ = ["traced_modes"]
@@ -27,13 +27,13 @@ _Enter = Callable[[saved_tensors_hooks], None]
 @contextlib.contextmanager
 def traced_modes() -> Iterator[None]:
     """Put the modes' traced meaning in place while the model's forward is traced."""
-    replaced = torch_private.attribute_replaced
+    replaced = torch_patches.attribute_replaced
     with (
         replaced(torch.inference_mode, "__enter__", _enter_no_grad),
         replaced(torch.inference_mode, "__exit__", _leave_no_grad),
         replaced(saved_tensors_hooks, "__enter__", _enter_hooks(saved_tensors_hooks.__enter__)),
         torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
-        torch_private.distributions_unchecked(),
+        torch_patches.distributions_unchecked(),
     ):
         yield
 

@@ -158,12 +158,12 @@ def refuse_changed_state(graph: Graph, roles: Mapping[str, Role]) -> None:
 
 def refuse_kept_tensors(graph: Graph, roles: Mapping[str, Role], changes: AttributeChanges) -> None:
     """Refuse a plain tensor that the forward reads and then replaces: each call would read the first."""
-    for hole in graph.find_nodes(op="placeholder"):
-        name = roles[hole.name].name.removeprefix(MODEL_PREFIX)
-        if roles[hole.name].kind == "constant" and name in changes.tensors and hole.users:
+    for placeholder in graph.find_nodes(op="placeholder"):
+        name = roles[placeholder.name].name.removeprefix(MODEL_PREFIX)
+        if roles[placeholder.name].kind == "constant" and name in changes.tensors and placeholder.users:
             raise CaptureError(
                 f"the forward reads the plain tensor {name!r} and replaces it: calls would read the first",
-                where=source_of(next(iter(hole.users))),
+                where=source_of(next(iter(placeholder.users))),
                 fix=f"register {name.rpartition('.')[2]!r} as a buffer",
             )
 

@@ -214,10 +214,10 @@ class _Pieces:
         is_loss = loss is not None and node.name == results[loss]
         return Wire(node.name, ("stage", stage), tuple(targets), node in self.results, is_loss)
 
-    def _copy(self, holes: Sequence[Node], calls: set[Node], outputs: Iterable[Node]) -> GraphModule:
+    def _copy(self, placeholders: Sequence[Node], calls: set[Node], outputs: Iterable[Node]) -> GraphModule:
         graph = Graph()
         values: dict[Node, Node] = {}
-        for node in holes:
+        for node in placeholders:
             values[node] = graph.placeholder(node.name)
             values[node].meta = dict(node.meta)
         for node in self.captured.module.graph.nodes:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from zbcompile.passes.profile.counted import counted_profile, measure_cpu
+from zbcompile.passes.profile.counted import counted_profile
+from zbcompile.passes.profile.cpu_rates import measure_cpu
 from zbcompile.passes.profile.measure import measure
 from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.schedule.costs import Profile

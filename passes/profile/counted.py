@@ -8,11 +8,8 @@ Contract out: times from the roofline, exact bytes; nothing is run.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,9 +21,9 @@ from zbcompile.passes.profile.measure import OPTIMIZER_SLOTS, edges_of
 from zbcompile.passes.split.stage_graphs import Graphs, StageGraphs
 from zbcompile.passes.torch_private import OpOverload, schema, tree_leaves, tree_map
 from zbcompile.schedule.costs import Link, Profile, StageCost
-from zbcompile.schedule.devices import DEVICES, Device, device_named
+from zbcompile.schedule.devices import Device, device_named
 
-__all__ = ["OpCount", "count_graph", "counted_ns", "counted_profile", "measure_cpu"]
+__all__ = ["OpCount", "count_graph", "counted_ns", "counted_profile"]
 
 _ATEN = torch.ops.aten
 
@@ -122,11 +119,11 @@ def counted_profile(
 
 def _static_bytes(stage: StageGraphs, optimizer_bytes: int | None) -> int:
     """Return the bytes of parameters, buffers, gradients and optimizer state, from the forward graph."""
-    holes = stage.graphs.forward.graph.find_nodes(op="placeholder")
+    placeholders = stage.graphs.forward.graph.find_nodes(op="placeholder")
     total = 0
     trainable = set(stage.trainable)
-    for name, hole in zip((*stage.parameters, *stage.buffers), holes, strict=False):
-        value: Tensor = hole.meta["val"]
+    for name, placeholder in zip((*stage.parameters, *stage.buffers), placeholders, strict=False):
+        value: Tensor = placeholder.meta["val"]
         total += value.nbytes
         if name in trainable:
             kept = OPTIMIZER_SLOTS * value.nbytes
@@ -238,62 +235,3 @@ _OWN_FORMULAS: dict[object, Callable[..., int]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
     _ATEN.linear: _linear,
 }
-
-
-def measure_cpu(repeats: int = 7) -> Device:
-    """Return the CPU entry of the table with rates measured now, on torch's present number of threads.
-
-    Matrix rate: a 768 x 768 float32 product; bandwidth: one read and one write of 32 MB;
-    launch: an addition of one element; slow functions: 256 K elements each.
-
-    Parameters
-    ----------
-    repeats
-        Runs of each after one warm-up; the median counts.
-    """
-    left = torch.ones(768, 768)
-    block = torch.ones(8 << 20)
-    target = torch.empty_like(block)
-    one, values = torch.ones(1), torch.ones(1 << 10, 1 << 8)
-    matrix = _median_ns(lambda: torch.mm(left, left), repeats)
-    copy = _median_ns(lambda: target.copy_(block), repeats)
-    launch = _median_ns(lambda: [torch.add(one, one) for _ in range(100)], repeats) // 100
-    base = DEVICES["CPU"]
-    rate = 2 * 768**3 * 10**9 // matrix
-    rates = {**base.flops_per_second, "float32": rate, "float64": rate // 2}
-    return replace(
-        base,
-        flops_per_second=rates,
-        bytes_per_second=2 * block.nbytes * 10**9 // copy,
-        launch_ns=launch,
-        source=f"measured on this CPU with {torch.get_num_threads()} thread(s)",
-        element_ps={
-            name: _median_ns(partial(work, values), repeats) * 1000 // values.numel()
-            for name, work in _SLOW.items()
-        },
-    )
-
-
-_SLOW: dict[str, Callable[[Tensor], object]] = {
-    "tanh": torch.tanh,
-    "gelu": torch.nn.functional.gelu,
-    "silu": torch.nn.functional.silu,
-    "sigmoid": torch.sigmoid,
-    "exp": torch.exp,
-    "erf": torch.erf,
-    "cos": torch.cos,
-    "sin": torch.sin,
-    "_softmax": lambda x: torch.softmax(x, -1),
-    "native_dropout": lambda x: torch.native_dropout(x, 0.1, True),
-    "rand": torch.rand_like,
-}
-
-
-def _median_ns(work: Callable[[], object], repeats: int) -> int:
-    work()
-    times = []
-    for _ in range(repeats):
-        begin = time.perf_counter_ns()
-        work()
-        times.append(time.perf_counter_ns() - begin)
-    return max(1, int(statistics.median(times)))

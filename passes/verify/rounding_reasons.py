@@ -86,8 +86,8 @@ def _last_shared(staged: StagedModel) -> int:
 
 def _uses(staged: StagedModel, stage: int, name: str) -> int:
     graph = staged.sources[stage].module.graph
-    hole = next(node for node in graph.find_nodes(op="placeholder") if node.name == name)
-    return sum(user.all_input_nodes.count(hole) or 1 for user in hole.users)
+    placeholder = next(node for node in graph.find_nodes(op="placeholder") if node.name == name)
+    return sum(user.all_input_nodes.count(placeholder) or 1 for user in placeholder.users)
 
 
 def _has_built_mask(staged: StagedModel) -> bool:

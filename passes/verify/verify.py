@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,80 +23,13 @@ from zbcompile.passes.capture.state_guards import attributes_kept
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.split.sequence import run_backward, run_forward
 from zbcompile.passes.split.staged_model import StagedModel
+from zbcompile.passes.verify.deviations import Deviation, Values, VerifyReport, deviations
 from zbcompile.passes.verify.rounding_reasons import reasons_of, tolerance_of
 
-__all__ = ["Deviation", "VerifyReport", "cheap_to_verify", "verify"]
+__all__ = ["cheap_to_verify", "verify"]
 
 SMALL_BYTES = 1 << 30
 """Parameters of the largest model that is verified unless told otherwise."""
-FLOOR = 0.1
-"""A gradient below this share of the typical one (root mean square over parameters) is scaled by that
-share instead of its own norm: some gradients are zero but for rounding."""
-
-_Kind = Literal["output", "gradient", "buffer"]
-_KINDS: tuple[_Kind, ...] = ("output", "gradient", "buffer")
-_Found = Mapping[_Kind, Mapping[str, Tensor | None]]
-"""Values by kind and name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Deviation:
-    """How one value compares with autograd's.
-
-    Attributes
-    ----------
-    kind, name
-        Which value.
-    error
-        Norm of the difference over the norm of autograd's value; 0.0 if and only if equal to the bit.
-    reason
-        Why it may differ; empty when it is equal.
-    largest
-        The largest difference of one element.
-    """
-
-    kind: _Kind
-    name: str
-    error: float
-    reason: str = ""
-    largest: float = 0.0
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """What was compared; ``str`` of it is one line.
-
-    Attributes
-    ----------
-    values
-        One `Deviation` per output, parameter gradient and buffer.
-    tolerance
-        The relative error that was allowed.
-    """
-
-    values: tuple[Deviation, ...]
-    tolerance: float
-
-    @property
-    def exact(self) -> bool:
-        """Everything equal to the bit."""
-        return all(value.error == 0.0 for value in self.values)
-
-    @property
-    def worst(self) -> Deviation:
-        """The value with the largest error (the first of equals)."""
-        return max(self.values, key=lambda value: value.error)
-
-    def __str__(self) -> str:
-        grads = sum(value.kind == "gradient" for value in self.values)
-        if self.exact:
-            return f"{grads} gradients and {len(self.values) - grads} other values equal autograd to the bit"
-        worst, count = self.worst, sum(value.error > 0 for value in self.values)
-        reasons = "; ".join(dict.fromkeys(value.reason for value in self.values if value.reason))
-        return (
-            f"{count} of {len(self.values)} values differ from autograd, at most {worst.error:.1e} "
-            f"({worst.kind} {worst.name}; allowed {self.tolerance:.0e}): {reasons}"
-        )
 
 
 def verify(
@@ -143,11 +74,8 @@ def verify(
         expected = _run_model(model, staged, batch, loss_fn)
         start()
         found = _run_stages(whole, staged, batch)
-    reasons = reasons_of(staged)
-    values: list[Deviation] = []
-    for kind in _KINDS:
-        values += _compare(kind, found[kind], expected[kind], reasons)
-    report = VerifyReport(tuple(values), allowed)
+    values = deviations(found, expected, reasons_of(staged))
+    report = VerifyReport(values, allowed)
     wrong = [v for v in values if not v.error <= allowed or (v.error and not v.reason and tolerance is None)]
     if wrong:
         first = max(wrong, key=lambda value: (value.kind == "output", value.error))
@@ -157,7 +85,7 @@ def verify(
 
 def _run_model(
     model: nn.Module, staged: StagedModel, batch: list[Tensor], loss_fn: Callable[..., Tensor] | None
-) -> _Found:
+) -> Values:
     args, kwargs, target = unflatten(staged.input_spec, [tensor.clone() for tensor in batch])
     with torch.enable_grad():
         try:
@@ -197,7 +125,7 @@ def _autograd(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
     return {name: parameter.grad for name, parameter in named.items()}
 
 
-def _run_stages(model: nn.Module, staged: StagedModel, batch: list[Tensor]) -> _Found:
+def _run_stages(model: nn.Module, staged: StagedModel, batch: list[Tensor]) -> Values:
     state = {name: p.detach() for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     outputs, saves = run_forward(staged.stages, state | buffers, [tensor.clone() for tensor in batch])
@@ -210,61 +138,6 @@ def _run_stages(model: nn.Module, staged: StagedModel, batch: list[Tensor]) -> _
         "gradient": dict(grads),
         "buffer": dict(buffers),
     }
-
-
-def _compare(
-    kind: _Kind,
-    found: Mapping[str, Tensor | None],
-    expected: Mapping[str, Tensor | None],
-    reasons: Callable[[str, str], str],
-) -> Iterator[Deviation]:
-    norms = {name: _norm(value) for name, value in expected.items() if value is not None}
-    typical = (sum(norm**2 for norm in norms.values()) / max(1, len(norms))) ** 0.5
-    floor = FLOOR * typical if kind == "gradient" else 0.0
-    for name in dict.fromkeys([*expected, *found]):
-        mine, theirs = found.get(name), expected.get(name)
-        error = _error(mine, theirs, max(norms.get(name, 0.0), floor))
-        reason = reasons(kind, name) if error else ""
-        yield Deviation(kind, name, error, reason, _largest(mine, theirs) if error else 0.0)
-
-
-def _error(mine: Tensor | None, theirs: Tensor | None, scale: float) -> float:
-    """Return the relative error: 0.0 iff equal to the bit, inf where nothing can be compared.
-
-    A missing gradient counts as zero.
-    """
-    if mine is None and theirs is None:
-        return 0.0
-    if mine is None or theirs is None:
-        one = theirs if mine is None else mine
-        difference = 0.0 if one is None else _norm(one)
-    elif mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-        return float("inf")
-    elif torch.equal(mine, theirs) or bool(((mine == theirs) | (mine.isnan() & theirs.isnan())).all()):
-        return 0.0
-    else:
-        difference = _norm(_wide(mine) - _wide(theirs))
-    if difference == 0.0:
-        return 0.0
-    return difference / scale if scale > 0.0 else float("inf")
-
-
-def _largest(mine: Tensor | None, theirs: Tensor | None) -> float:
-    """Return the largest difference of one element; a missing gradient counts as zero."""
-    if mine is None or theirs is None:
-        one = theirs if mine is None else mine
-        return 0.0 if one is None or not one.numel() else float(_wide(one.detach()).abs().max())
-    if mine.shape != theirs.shape or not mine.numel():
-        return float("inf")
-    return float((_wide(mine.detach()) - _wide(theirs.detach())).abs().max())
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.to(torch.complex128 if value.is_complex() else torch.float64)
-
-
-def _norm(value: Tensor) -> float:
-    return float(torch.linalg.vector_norm(_wide(value.detach())))
 
 
 def _mismatch(staged: StagedModel, value: Deviation, count: int, allowed: float) -> SplitError:

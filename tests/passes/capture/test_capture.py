@@ -178,13 +178,13 @@ def test_unknown_objects_in_results_say_that_they_are_not_carried() -> None:
         _ = back["cache"].keys
 
 
-def test_private_torch_names_live_in_one_file() -> None:
+def test_private_torch_names_live_in_two_files() -> None:
     import re
 
     folder = ROOT / "passes"
     private = re.compile(r"\btorch(\.\w+)*\._[a-z]|\._schema\b|\._cdata\b|\._buffers\b|\._parameters\b")
     for file in sorted(folder.rglob("*.py")):
-        if file.name != "torch_private.py":
+        if file.name not in ("torch_private.py", "torch_patches.py"):
             lines = [line for line in file.read_text().splitlines() if '"' not in line]
             found = [line.strip() for line in lines if private.search(line)]
             assert not found, (file.name, found)

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import UsageError
 from zbcompile.passes.profile.calibration import calibration_report
-from zbcompile.passes.profile.counted import count_graph, counted_ns, counted_profile, measure_cpu
+from zbcompile.passes.profile.counted import count_graph, counted_ns, counted_profile
+from zbcompile.passes.profile.cpu_rates import measure_cpu
 from zbcompile.passes.profile.measure import measure
 from zbcompile.schedule.costs import Link
 from zbcompile.schedule.devices import DEVICES, device_named

@@ -1,0 +1,221 @@
+"""Patch torch while a model is traced: every context that changes how torch behaves, and puts it back.
+
+Capture uses `as_in_eager`, `distributions_unchecked`, `grouped_products_of_any_dtype`, `quiet` and
+`without_tensor_hooks`; the joint trace uses `joint_trace_patched`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from zbcompile.errors import CaptureError
+
+__all__ = [
+    "as_in_eager",
+    "attribute_replaced",
+    "distributions_unchecked",
+    "grouped_products_of_any_dtype",
+    "joint_trace_patched",
+    "quiet",
+    "without_tensor_hooks",
+]
+
+_RESAMPLING = (
+    *(f"{kind}{n}d" for kind in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)),
+    "upsample_linear1d",
+    "upsample_bilinear2d",
+    "upsample_trilinear3d",
+    "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+)
+
+
+@contextlib.contextmanager
+def attribute_replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Give an attribute of a module or class another value while active."""
+    given = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, given)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch's reports of a failed trace off the terminal: the error says what is needed."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    silent = io.StringIO()
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(silent),
+        contextlib.redirect_stderr(silent),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def as_in_eager() -> Iterator[None]:
+    """Tell a model that asks whether it is compiled or exported that it is not, as in eager.
+
+    Hugging Face models then leave the causal mask to the kernel.
+    """
+    with (
+        attribute_replaced(torch.compiler, "_is_exporting_flag", False),
+        attribute_replaced(torch.compiler, "_is_compiling_flag", False),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def without_tensor_hooks() -> Iterator[None]:
+    """Refuse a gradient hook on a tensor, with its source line: no stage would call it."""
+
+    def refuse(tensor: Tensor, hook: object) -> NoReturn:
+        frame = sys._getframe(1)
+        raise CaptureError(
+            "cannot capture a gradient hook on a tensor: it would not run",
+            where=f"{frame.f_code.co_filename}:{frame.f_lineno}",
+            fix="do its work in a torch.autograd.Function, or on param.grad after the step",
+        )
+
+    with attribute_replaced(Tensor, "register_hook", refuse):
+        yield
+
+
+@contextlib.contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """Keep ``torch.distributions`` from looking at the values of its arguments."""
+    kind = torch.distributions.Distribution
+    given = kind._validate_args
+    kind.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        kind.set_default_validate_args(given)
+
+
+@contextlib.contextmanager
+def grouped_products_of_any_dtype() -> Iterator[None]:
+    """Let fake tensors take ``grouped_mm`` of every dtype that the kernels take; torch's insist on bf16."""
+    module = torch._meta_registrations
+    given: Callable[..., object] = module._meta_grouped_mm_common
+    create: Callable[..., object] = module._create_grouped_mm_output_tensor
+
+    def common(
+        a: Tensor,
+        b: Tensor,
+        scale_a: Tensor | None,
+        scale_b: Tensor | None,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        scale_result: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        **rest: bool,
+    ) -> object:
+        narrow = a.dtype == b.dtype == torch.bfloat16
+        if scale_a is not None or narrow or a.dtype != b.dtype:
+            return given(a, b, scale_a, scale_b, offs, bias, scale_result, out_dtype, **rest)
+        return create(a, b, offs, out_dtype)
+
+    with attribute_replaced(module, "_meta_grouped_mm_common", common):
+        yield
+
+
+@contextlib.contextmanager
+def joint_trace_patched() -> Iterator[None]:
+    """Trace forward and backward with the calls that eager makes, and without a word on the terminal."""
+    with (
+        quiet(),
+        _resampling_kept_whole(),
+        _dropout_as_in_eager(),
+        grouped_products_of_any_dtype(),
+        _checks_without_tokens(),
+        _functorch_levels_kept(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _resampling_kept_whole() -> Iterator[None]:
+    """Take torch's Python versions of upsampling away, which index and blend: eager runs one kernel."""
+    taken: list[tuple[torch._ops.OpOverload, torch._C.DispatchKey, Callable[..., object]]] = []
+    for name in _RESAMPLING:
+        packet = getattr(torch.ops.aten, name, None)
+        for overload in () if packet is None else packet.overloads():
+            operator = getattr(packet, overload)
+            for key in (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd):
+                if key in operator.py_kernels:
+                    taken.append((operator, key, operator.py_kernels.pop(key)))
+                    operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, key, kernel in taken:
+            operator.py_kernels[key] = kernel
+            operator._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def _dropout_as_in_eager() -> Iterator[None]:
+    """Trace dropout of narrow numbers on the CPU as eager runs it: the mask is scaled first, and rounds so.
+
+    The fused call, which scales last, gives the same bits in float32 and keeps a mask of bytes.
+    """
+    operator = torch.ops.aten.dropout.default
+    given = dict(operator.py_kernels)
+    fused = given[torch._C.DispatchKey.Autograd]
+
+    def dropout(x: Tensor, rate: float, train: bool) -> object:
+        if train and rate == 1 and x.device.type == "cpu":  # draws nothing
+            return x * torch.zeros((), dtype=x.dtype)
+        if not train or rate == 0 or x.device.type != "cpu" or x.element_size() >= 4:
+            return fused(x, rate, train)
+        return x * torch.empty_like(x).bernoulli_(1 - rate).div_(1 - rate)
+
+    operator.py_kernels.update(dict.fromkeys(given, dropout))
+    operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        operator.py_kernels.update(given)
+        operator._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def _checks_without_tokens() -> Iterator[None]:
+    """Trace the check for singular matrices as a plain call; torch would thread tokens through the graph."""
+    holder = torch._library.simple_registry.singleton.find("aten::_linalg_check_errors").effect
+    given, holder._effect = holder._effect, None
+    try:
+        yield
+    finally:
+        holder._effect = given
+
+
+@contextlib.contextmanager
+def _functorch_levels_kept() -> Iterator[None]:
+    """Leave the transforms that a failed trace left open."""
+    functorch = torch._C._functorch
+    depth = functorch.get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        if functorch.get_dynamic_layer_stack_depth() > depth:
+            functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
