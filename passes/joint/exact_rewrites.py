@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import Argument, Target
 
-from zbcompile.passes.joint.nodes import has_static_shape, is_elementwise, node_argument
+from zbcompile.passes.joint.graph_facts import has_static_shape, is_elementwise, node_argument
 from zbcompile.passes.torch_private import JointGraph, OpOverload, evaluate_fake
 
 __all__ = ["rewrite_exactly"]

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from zbcompile.passes.nodes import value_of
+
 __all__ = ["flexible_views"]
 
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
@@ -43,8 +45,8 @@ def flexible_views(graph: Graph) -> int:
 
 def _layouts_differ(node: Node) -> bool:
     """Return whether tensors of one shape come in with different strides, or one that the kernel may copy."""
-    values = [argument.meta.get("val") for argument in node.all_input_nodes]
-    tensors = [v for v in values if isinstance(v, Tensor) and v.layout is torch.strided and v.dim() > 1]
+    values = [value_of(argument) for argument in node.all_input_nodes]
+    tensors = [v for v in values if v is not None and v.layout is torch.strided and v.dim() > 1]
     first = next(iter(tensors), None)
     if any(part in str(node.target) for part in _OWN_LAYOUT):
         return any(not _is_contiguous(t) for t in tensors)

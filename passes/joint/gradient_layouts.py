@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from zbcompile.passes.joint.nodes import node_argument
+from zbcompile.passes.joint.graph_facts import node_argument
 from zbcompile.passes.torch_private import JointGraph
 
 __all__ = ["GradientLayout", "arriving_layout", "in_layout", "remove_layout_copies"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import Argument
 
-from zbcompile.passes.joint.nodes import node_argument
+from zbcompile.passes.joint.graph_facts import node_argument
 
 __all__ = ["keep_workspace", "recurrent"]
 

@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from zbcompile.errors import SplitError, ZBCompileError
 from zbcompile.passes.joint.replay import Replay
+from zbcompile.passes.provenance import module_path_of, source_of
 
 __all__ = ["explain_split"]
 
@@ -62,4 +63,4 @@ def _place(node: Node | None) -> str:
     """Return ``module.path, file.py:12`` of a captured call, as far as known."""
     if node is None:
         return ""
-    return ", ".join(part for key in ("module_path", "source") if (part := node.meta.get(key, "")))
+    return ", ".join(part for part in (module_path_of(node), source_of(node)) if part)

@@ -13,15 +13,15 @@ Batch norm's backward never reads the running statistics in training mode; witho
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Sequence
 from typing import cast
 
 import torch
 from torch.fx import Graph, Node
 
-from zbcompile.passes.joint.nodes import storage_root
+from zbcompile.passes.joint.graph_facts import storage_root
 from zbcompile.passes.joint.recurrent import keep_workspace
+from zbcompile.passes.nodes import is_getitem
 from zbcompile.passes.torch_private import JointGraph
 
 __all__ = ["rewrite"]
@@ -57,7 +57,7 @@ def rewrite(joint: JointGraph, state: Collection[int]) -> None:
 def _split_convolution(graph: Graph, node: Node) -> None:
     """``dx, dw, db`` in one call --> ``dx`` in one call, ``dw`` and ``db`` in another, by output mask."""
     mask = cast("Sequence[bool]", node.args[10])
-    picks = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    picks = {user.args[1]: user for user in node.users if is_getitem(user)}
     if not (mask[0] and 0 in picks and (1 in picks or 2 in picks)) or len(picks) != len(node.users):
         return
     with graph.inserting_before(node):

@@ -14,7 +14,6 @@ recomputed.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Hashable, Sequence
 
 from torch import Tensor
@@ -22,7 +21,8 @@ from torch.fx import Node
 from torch.fx.node import Argument
 
 from zbcompile.passes.aliasing import is_random
-from zbcompile.passes.joint.nodes import ancestors, node_argument, storage_root
+from zbcompile.passes.joint.graph_facts import ancestors, node_argument, storage_root
+from zbcompile.passes.nodes import is_getitem, value_of
 from zbcompile.passes.torch_private import JointGraph, OpOverload, schema
 
 __all__ = ["simplify"]
@@ -119,7 +119,7 @@ class _Simplifier:
 
 def _is_pure(node: Node) -> bool:
     """Return whether the result depends on the arguments alone and the call does nothing else."""
-    if node.target is operator.getitem:
+    if is_getitem(node):
         return True
     target = node.target
     if not isinstance(target, OpOverload) or is_random(node):
@@ -141,8 +141,8 @@ def _is_first_power(node: Node) -> bool:
 
 def _same_layout(node: Node, other: Argument) -> bool:
     """Return whether two nodes have the same shape, strides, dtype and lazy bits."""
-    mine, theirs = node.meta.get("val"), other.meta.get("val") if isinstance(other, Node) else None
-    if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
+    mine, theirs = value_of(node), value_of(other) if isinstance(other, Node) else None
+    if mine is None or theirs is None:
         return False
     return bool(
         _known_equal(mine.shape, theirs.shape)

@@ -26,6 +26,7 @@ from zbcompile.passes.joint.refusals import explain_split
 from zbcompile.passes.joint.replay import Replay
 from zbcompile.passes.joint.rewrites import rewrite
 from zbcompile.passes.joint.simplify import simplify
+from zbcompile.passes.nodes import value_of
 from zbcompile.passes.partition.partition import StageSource
 
 __all__ = ["JointStage", "trace_stage"]
@@ -132,8 +133,8 @@ def _trace(source: StageSource, replay: Replay, arguments: list[Tensor]) -> torc
 
 def _refuse_sparse(joint: torch_private.JointGraph, source: StageSource) -> None:
     for position, gradient in joint.gradients.items():
-        made = gradient.meta.get("val")
-        if isinstance(made, Tensor) and made.layout != torch.strided and position < len(source.roles):
+        made = value_of(gradient)
+        if made is not None and made.layout != torch.strided and position < len(source.roles):
             raise SplitError(
                 f"the gradient of {source.roles[position].name} is sparse",
                 where=f"stage {source.index}",

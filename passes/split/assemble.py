@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from zbcompile.passes.aliasing import is_random, owned_bytes
 from zbcompile.passes.capture.captured import Captured
-from zbcompile.passes.joint.nodes import ancestors, storage_root
+from zbcompile.passes.joint.graph_facts import ancestors, storage_root
 from zbcompile.passes.split.boxed import boxed
 from zbcompile.passes.split.ports import input_port, output_port
 from zbcompile.passes.split.save_set import leaves

@@ -12,13 +12,13 @@ So a value dies after its last use, whoever made the list.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
 
+from zbcompile.passes.nodes import is_getitem
 from zbcompile.passes.provenance import with_provenance
 from zbcompile.passes.split.save_set import leaves
 from zbcompile.passes.torch_private import LINALG_CHECK
@@ -90,6 +90,6 @@ def _checks(graph: Graph, calls: Collection[Node]) -> set[Node]:
         (info,) = node.all_input_nodes
         if info in calls:
             found.add(node)
-        elif info.target is operator.getitem and info.args[0] in calls:
+        elif is_getitem(info) and info.args[0] in calls:
             found |= {info, node}
     return found

@@ -14,7 +14,6 @@ nothing reads it afterwards.
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable
 from functools import partial
 from typing import cast
@@ -24,7 +23,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import Argument
 
-from zbcompile.passes.joint.nodes import has_static_shape, is_elementwise, node_argument, storage_root
+from zbcompile.passes.joint.graph_facts import has_static_shape, is_elementwise, node_argument, storage_root
+from zbcompile.passes.nodes import is_getitem, value_of
 from zbcompile.passes.torch_private import OpOverload, schema, storage_bytes
 
 __all__ = ["written_in_place"]
@@ -135,16 +135,15 @@ def _is_pure_elementwise(node: Node) -> bool:
     """Return whether a call is element-wise, one of aten's, and writes to no argument."""
     return (
         is_elementwise(node)
-        and isinstance(node.target, OpOverload)
         and str(node.target).startswith("aten.")
-        and not schema(node.target).is_mutable
-        and isinstance(node.meta.get("val"), Tensor)
+        and not schema(cast("OpOverload", node.target)).is_mutable
+        and value_of(node) is not None
     )
 
 
 def _storage(node: Node) -> Storage:
     root = storage_root(node)
-    if root.target is operator.getitem:
+    if is_getitem(root):
         return node_argument(root, 0), root.args[1]
     return root, None
 
@@ -160,7 +159,7 @@ def _is_made(owner: Node, position: Argument) -> bool:
 
 def _is_known(user: Node) -> bool:
     """Return whether a call keeps no hold on what it reads but where its schema says so."""
-    if user.target is operator.getitem:
+    if is_getitem(user):
         return True
     known = isinstance(user.target, OpOverload) and str(user.target).startswith(("aten.", "prims."))
     return known and not _name(user).startswith("unsafe_")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch.fx import Node
 
 from zbcompile.passes.aliasing import owned_bytes
-from zbcompile.passes.joint.nodes import ancestors
+from zbcompile.passes.joint.graph_facts import ancestors
 from zbcompile.passes.op_costs import is_heavy
 from zbcompile.passes.split.save_set import Phase, cut
 from zbcompile.passes.split.stage_values import StageValues

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
 from torch.fx import Node
 
 from zbcompile.errors import UsageError
 from zbcompile.passes.aliasing import is_random, viewed_arguments
-from zbcompile.passes.joint.nodes import is_elementwise
+from zbcompile.passes.joint.graph_facts import is_elementwise
+from zbcompile.passes.nodes import value_of
 from zbcompile.passes.op_costs import is_heavy, seconds
 
 __all__ = ["Recompute", "check_recompute", "recompute_price", "recompute_seconds"]
@@ -60,6 +60,6 @@ def recompute_price(recompute: Recompute, backend: str) -> Callable[[Node], int 
 def recompute_seconds(node: Node, backend: str) -> float:
     """Return the counted time of computing ``node`` once more under a backend."""
     time = seconds(node)
-    if backend == "inductor" and is_elementwise(node) and isinstance(node.meta.get("val"), Tensor):
+    if backend == "inductor" and is_elementwise(node) and value_of(node) is not None:
         return FUSED_SHARE * time
     return time

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import networkx as nx
 from torch.fx import Node
 
-from zbcompile.passes.joint.nodes import ancestors
+from zbcompile.passes.joint.graph_facts import ancestors
 
 __all__ = ["Phase", "cut", "leaves"]
 

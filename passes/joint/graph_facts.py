@@ -1,8 +1,7 @@
-"""What several passes ask about the nodes of a graph: arguments, what values come from, owners of storage."""
+"""What passes over joint graphs ask: an argument, what values come from, who owns a storage."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from typing import TypeGuard
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from zbcompile.passes.aliasing import viewed_arguments
+from zbcompile.passes.nodes import is_getitem
 from zbcompile.passes.torch_private import OpOverload
 
 __all__ = ["ancestors", "has_static_shape", "is_elementwise", "node_argument", "storage_root"]
@@ -49,7 +49,7 @@ def storage_root(node: Node) -> Node:
     """
     while True:
         viewed = viewed_arguments(node)
-        if not viewed or (node.target is operator.getitem and not viewed_arguments(viewed[0])):
+        if not viewed or (is_getitem(node) and not viewed_arguments(viewed[0])):
             return node
         node = viewed[0]
 
