@@ -19,12 +19,12 @@ from zbcompile.errors import SplitError
 from zbcompile.passes import torch_private
 from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.collection import collection_paused
-from zbcompile.passes.joint.exact_rewrites import rewrite_exactly
+from zbcompile.passes.joint.cheaper_calls import use_cheaper_calls
 from zbcompile.passes.joint.flexible_views import flexible_views
 from zbcompile.passes.joint.gradient_layouts import GradientLayout, remove_layout_copies
 from zbcompile.passes.joint.refusals import explain_split
 from zbcompile.passes.joint.replay import Replay
-from zbcompile.passes.joint.rewrites import rewrite
+from zbcompile.passes.joint.separate_gradients import separate_gradients
 from zbcompile.passes.joint.simplify import simplify
 from zbcompile.passes.nodes import value_of
 from zbcompile.passes.partition.partition import StageSource
@@ -93,10 +93,11 @@ def trace_stage(
     joint = _trace(source, Replay(source.module, captured.functions, live, layouts), arguments)
     remove_layout_copies(joint, layouts)
     simplify(joint)
-    rewrite_exactly(joint)
+    use_cheaper_calls(joint)
     simplify(joint)
     _refuse_sparse(joint, source)
-    rewrite(joint, {i for i, role in enumerate(source.roles) if role.kind in ("parameter", "buffer")})
+    state = {i for i, role in enumerate(source.roles) if role.kind in ("parameter", "buffer")}
+    separate_gradients(joint, state)
     flexible_views(joint.module.graph)
     return JointStage(source, joint, tuple(arguments))
 

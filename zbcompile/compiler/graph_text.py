@@ -18,14 +18,20 @@ __all__ = ["graph_text", "stage_files", "stage_text"]
 
 
 def stage_files(stages: Sequence[StageGraphs]) -> list[tuple[Path, str]]:
-    """Return a relative path and a text for every graph of every stage, in order."""
+    """Return a relative path and a text for every graph of every stage, in order.
+
+    A graph is shown as it runs: with the eager backend's writes in place, once that backend is chosen.
+    """
     files = []
     first: dict[int, int] = {}
     for stage in stages:
         like = first.setdefault(id(stage.graphs), stage.index)
-        for name in Graphs.__slots__:
-            text = stage_text(stage, like) + graph_text(getattr(stage.graphs, name))
-            files.append((Path(f"stage-{stage.index}") / f"{name}.txt", text))
+        for name, call in zip(Graphs.__slots__, stage.calls, strict=True):
+            runs = getattr(call, "__self__", None)
+            graph = runs if isinstance(runs, GraphModule) else getattr(stage.graphs, name)
+            files.append(
+                (Path(f"stage-{stage.index}") / f"{name}.txt", stage_text(stage, like) + graph_text(graph))
+            )
     return files
 
 

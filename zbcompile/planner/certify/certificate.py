@@ -256,8 +256,10 @@ def _way(numbers: object, stage: int, static_bytes: int) -> StageCost:
 def _least(ways: list[StageCost]) -> StageCost:
     """Return the least of every cost.
 
-    Notes ----- `zbcompile.planner.variants.cheapest` does nearly the same, on a stage and its variants. The
-    two stay apart on purpose: what checks a bound shares no code with what found it.
+    Notes
+    -----
+    `zbcompile.planner.variants.cheapest` does nearly the same, on a stage and its variants. The two stay
+    apart on purpose: what checks a bound shares no code with what found it.
     """
     return StageCost(
         min(w.forward_ns for w in ways),

@@ -24,12 +24,12 @@ from zbcompile.passes.joint.recurrent import keep_workspace
 from zbcompile.passes.nodes import is_getitem
 from zbcompile.passes.torch_private import JointGraph
 
-__all__ = ["rewrite"]
+__all__ = ["separate_gradients"]
 
 _CHECKS = ("aten._assert_", "aten.sym_constrain_range", "aten._check")
 
 
-def rewrite(joint: JointGraph, state: Collection[int]) -> None:
+def separate_gradients(joint: JointGraph, state: Collection[int]) -> None:
     """Apply all rewrites in place.
 
     Parameters

@@ -23,7 +23,7 @@ from torch.fx.node import Argument, Target
 from zbcompile.passes.joint.graph_facts import has_static_shape, is_elementwise, node_argument
 from zbcompile.passes.torch_private import JointGraph, OpOverload, evaluate_fake
 
-__all__ = ["rewrite_exactly"]
+__all__ = ["use_cheaper_calls"]
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
@@ -33,7 +33,7 @@ _BY_SCALAR = (aten.div.Scalar, aten.mul.Scalar)
 _COMMUTING = (aten.add.Tensor, aten.mul.Tensor)
 
 
-def rewrite_exactly(joint: JointGraph) -> None:
+def use_cheaper_calls(joint: JointGraph) -> None:
     """Apply all rewrites in place. Calls that nothing reads afterwards are left to `simplify`."""
     graph = joint.module.graph
     roles = (joint.outputs, joint.mutations, joint.gradients)
