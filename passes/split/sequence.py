@@ -43,8 +43,10 @@ def run_forward(
     return outputs, saves
 
 
-def run_backward(stages: Sequence[StageGraphs], saves: list[Saved]) -> dict[str, Tensor]:
-    """Run B and W of every stage; ``saves`` is emptied.
+def run_backward(
+    stages: Sequence[StageGraphs], saves: list[Saved], *, fused: bool = False
+) -> dict[str, Tensor]:
+    """Run B and W of every stage, or its BW; ``saves`` is emptied.
 
     The gradient of the loss is 1. The gradient of a value or parameter that several stages use is summed from
     the last to the first, as autograd does.
@@ -59,11 +61,15 @@ def run_backward(stages: Sequence[StageGraphs], saves: list[Saved]) -> dict[str,
     with torch.no_grad():
         for stage in reversed(stages):
             grads = [_arriving(port, pending.pop(port.name, {})) for port in stage.outputs]
-            back, after = stage.run_backward_input(saves.pop(), grads)
+            if fused:
+                back, weights = stage.run_full_backward(saves.pop(), grads)
+            else:
+                back, after = stage.run_backward_input(saves.pop(), grads)
+                weights = stage.run_backward_weight(after)
             for port, grad in zip(stage.inputs, back, strict=True):
                 if grad is not None and port.source[0] == "stage":
                     pending.setdefault(port.name, {})[stage.index] = grad
-            for name, grad in stage.run_backward_weight(after).items():
+            for name, grad in weights.items():
                 total[name] = total[name] + grad if name in total else grad
     return total
 

@@ -35,6 +35,8 @@ class Deviation:
         Why it may differ; empty when it is equal.
     largest
         The largest difference of one element.
+    phase
+        ``"BW"`` for a gradient that the fused backward computes otherwise than B and W do.
     """
 
     kind: Kind
@@ -42,6 +44,7 @@ class Deviation:
     error: float
     reason: str = ""
     largest: float = 0.0
+    phase: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class VerifyReport:
     Attributes
     ----------
     values
-        One `Deviation` per output, parameter gradient and buffer.
+        One `Deviation` per output, parameter gradient and buffer; one more per gradient that differs by BW.
     tolerance
         The relative error that was allowed.
     """

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ def verify(
     *,
     tolerance: float | None = None,
 ) -> VerifyReport:
-    """Compare stages with their model on one microbatch like the one they were compiled for.
+    """Compare F, B and W, then F and BW, of stages with their model on one microbatch like the compiled one.
 
     Every value must be equal to the bit unless `rounding_reasons` knows why it need not be; then its relative
     error may reach 1e-6 in float32, 2 eps in a narrower dtype, 1e-5 for stages compiled by inductor.
@@ -74,7 +75,12 @@ def verify(
         expected = _run_model(model, staged, batch, loss_fn)
         start()
         found = _run_stages(whole, staged, batch)
-    values = deviations(found, expected, reasons_of(staged))
+        start()
+        fused = _run_stages(whole, staged, batch, fused=True)
+    reasons = reasons_of(staged)
+    values = deviations(found, expected, reasons)
+    by_bw = [v for v in deviations(fused, expected, reasons) if v.kind == "gradient" and v not in values]
+    values += tuple(replace(v, phase="BW") for v in by_bw)
     report = VerifyReport(values, allowed)
     wrong = [v for v in values if not v.error <= allowed or (v.error and not v.reason and tolerance is None)]
     if wrong:
@@ -125,13 +131,13 @@ def _autograd(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
     return {name: parameter.grad for name, parameter in named.items()}
 
 
-def _run_stages(model: nn.Module, staged: StagedModel, batch: list[Tensor]) -> Values:
+def _run_stages(model: nn.Module, staged: StagedModel, batch: list[Tensor], *, fused: bool = False) -> Values:
     state = {name: p.detach() for name, p in model.named_parameters()}
     buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
     outputs, saves = run_forward(staged.stages, state | buffers, [tensor.clone() for tensor in batch])
     results = [outputs[stage][position] for stage, position in staged.result_ports]
     del outputs
-    grads: dict[str, Tensor] = {} if staged.loss is None else run_backward(staged.stages, saves)
+    grads: dict[str, Tensor] = {} if staged.loss is None else run_backward(staged.stages, saves, fused=fused)
     names = list(staged.result_spec.paths())
     return {
         "output": dict(zip(names, results, strict=True)),
@@ -150,8 +156,9 @@ def _mismatch(staged: StagedModel, value: Deviation, count: int, allowed: float)
     name = value.name.lstrip(".") or "the result"
     more = f", and {count - 1} more values do" if count > 1 else ""
     size = f"relative error {value.error:.1e}, largest difference {value.largest:.1e}"
+    through = f", computed by {value.phase}," if value.phase else ""
     return SplitError(
-        f"the {value.kind} of {name} differs from plain autograd{more}",
+        f"the {value.kind} of {name}{through} differs from plain autograd{more}",
         where=f"{place}, {leaf} of module {module}" if module else place,
         needed=f"within {allowed:.0e}: {value.reason}" if value.reason else "equal to the bit",
         given=size if value.error < float("inf") else "nothing comparable",

@@ -100,6 +100,21 @@ def corrupted(front: StagedModel, graph: str, target: str, position: int, value:
     return dataclasses.replace(front, stages=tuple(stages))
 
 
+def test_a_fault_in_the_fused_backward_alone_is_found(model: nn.Module) -> None:
+    """Merged B and W run as BW: it is compared as well, and the error says which of the two is wrong."""
+    front, call = built(model)
+    stage = next(s for s in front.stages if "head.weight" in s.trainable)
+    right = stage.calls[3]
+
+    def doubled(arguments: list[Any]) -> Any:
+        return tuple(None if value is None else value * 2 for value in right(arguments))
+
+    stages = list(front.stages)
+    stages[stage.index] = dataclasses.replace(stage, calls=(*stage.calls[:3], doubled))
+    with pytest.raises(SplitError, match="computed by BW, differs from plain autograd"):
+        verify(model, dataclasses.replace(front, stages=tuple(stages)), **call)
+
+
 def test_a_changed_constant_of_forward_is_found_in_the_output(model: nn.Module) -> None:
     front, call = built(model)
     norm = corrupted(front, "forward", "aten.native_layer_norm.default", 4, 1e-2)
