@@ -31,6 +31,12 @@ _SWAPS = (aten.t.default, aten.transpose.int)
 _RELAYOUTS = (*_VIEWS, *_SWAPS, aten.permute.default)
 _BY_SCALAR = (aten.div.Scalar, aten.mul.Scalar)
 _COMMUTING = (aten.add.Tensor, aten.mul.Tensor)
+_ROUNDED_ONCE = (
+    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar,
+    aten.neg.default, aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor,
+    aten.threshold_backward.default,
+)  # fmt: skip
+"""Calls with one rounding at most (without an ``alpha``): their bits do not depend on a kernel's code."""
 
 
 def use_cheaper_calls(joint: JointGraph) -> None:
@@ -69,7 +75,11 @@ def _view_of_view(graph: Graph, node: Node) -> Node | None:
 
 
 def _scaled_before_expand(graph: Graph, node: Node) -> Node | None:
-    """``x.expand(shape) / c`` --> ``(x / c).expand(shape)`` where only element-wise calls read it."""
+    """``x.expand(shape) / c`` --> ``(x / c).expand(shape)`` where only element-wise calls read it.
+
+    Kernels compute whole vectors and the rest of a row by different code, and the layout says where a row
+    ends: the calls must round alike anyway, or ``x`` be one element, which leaves the rows as they are.
+    """
     wide = _call_of(node.args[0], (aten.expand.default,)) if node.target in _BY_SCALAR else None
     if wide is None or not isinstance(node.args[1], int | float):
         return None
@@ -78,7 +88,9 @@ def _scaled_before_expand(graph: Graph, node: Node) -> Node | None:
     expanded = None if narrow is None else evaluate_fake(wide, (narrow, *wide.args[1:]))
     if expanded is None or expanded.dtype != node.meta["val"].dtype or expanded.is_complex():
         return None
-    if not all(is_elementwise(user) and _keeps_form(user, node, expanded) for user in node.users):
+    one = source.meta["val"].numel() == 1
+    alike = all(is_elementwise(user) if one else _rounds_once(user) for user in node.users)
+    if not alike or not all(_keeps_form(user, node, expanded) for user in node.users):
         return None
     with graph.inserting_before(node):
         scaled = graph.call_function(cast("OpOverload", node.target), (source, node.args[1]))
@@ -171,6 +183,10 @@ def _call_of(value: Argument, targets: Sequence[Target]) -> Node | None:
 def _is_like(argument: Argument, call: Node) -> TypeGuard[Node]:
     """Return whether an argument is a node of the shape and dtype of the call's result."""
     return isinstance(argument, Node) and _same_kind(argument.meta["val"], call.meta["val"])
+
+
+def _rounds_once(call: Node) -> bool:
+    return call.target in _ROUNDED_ONCE and not call.kwargs
 
 
 def _same_kind(value: object, other: Tensor) -> TypeGuard[Tensor]:

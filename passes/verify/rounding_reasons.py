@@ -12,12 +12,15 @@ from zbcompile.passes.capture.constant_masks import is_mask_of_transformers
 from zbcompile.passes.nodes import value_of
 from zbcompile.passes.split.staged_model import StagedModel
 
-__all__ = ["ATOMIC", "GAPS", "INDUCTOR", "MASK", "SHARED", "TIED", "reasons_of", "tolerance_of"]
+__all__ = [
+    "ATOMIC", "GAPS", "INDUCTOR", "MASK", "SHARED", "SMOOTHED", "TIED", "reasons_of", "tolerance_of",
+]  # fmt: skip
 
 TIED = "a parameter used by several stages: the order of a sum"
 SHARED = "a value used by several stages, several times by one that is not the last: the order of a sum"
 MASK = "transformers builds the attention mask as a tensor under export"
-GAPS = "a value or a gradient with gaps in memory crosses a cut, and arrives without them: sums go by layout"
+GAPS = "a value or a gradient not dense in memory crosses a cut, and arrives dense: kernels go by layout"
+SMOOTHED = "torch sums the class weights of a smoothed cross entropy otherwise while it traces"
 INDUCTOR = "inductor fuses operations and rounds once where eager rounds twice"
 ATOMIC = "a kernel of the accelerator that adds in no fixed order"
 
@@ -29,6 +32,8 @@ _ATOMIC = (
     "scaled_dot_product", "flash_attention", "efficient_attention", "convolution_backward", "ctc_loss",
 )  # fmt: skip
 """What ``torch.use_deterministic_algorithms`` documents as nondeterministic on CUDA, by part of its name."""
+
+_CROSS_ENTROPY = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
 
 
 def tolerance_of(staged: StagedModel) -> float:
@@ -56,6 +61,7 @@ def reasons_of(staged: StagedModel) -> Callable[[str, str], str]:
     everywhere = INDUCTOR if staged.backend != "eager" else MASK if _has_built_mask(staged) else ""
     everywhere = everywhere or (ATOMIC if _adds_in_no_order(staged) else "")
     everywhere = everywhere or (GAPS if _crosses_with_gaps(staged) else "")
+    everywhere = everywhere or (SMOOTHED if _has_smoothed_weights(staged) else "")
     shared = _last_shared(staged)
 
     def reason(kind: str, name: str) -> str:
@@ -94,6 +100,20 @@ def _has_built_mask(staged: StagedModel) -> bool:
     return any(is_mask_of_transformers(node) for node in staged.captured.module.graph.nodes)
 
 
+def _has_smoothed_weights(staged: StagedModel) -> bool:
+    """Return whether a cross entropy takes the mean with class weights and label smoothing.
+
+    Eager adds the weights of the targets that count; under a tensor subclass torch adds zeros for the others.
+    """
+    target = torch.ops.aten.cross_entropy_loss.default
+    for call in staged.captured.module.graph.find_nodes(op="call_function", target=target):
+        given = dict(zip(_CROSS_ENTROPY, call.args, strict=False)) | call.kwargs
+        is_mean = given.get("reduction", 1) == 1
+        if is_mean and given.get("weight") is not None and given.get("label_smoothing", 0.0) != 0.0:
+            return True
+    return False
+
+
 def _crosses_with_gaps(staged: StagedModel) -> bool:
     """Return whether a value or a gradient arrives in other strides than it was traced with.
 
@@ -114,7 +134,7 @@ def _crosses_with_gaps(staged: StagedModel) -> bool:
             value = None if grad is None else value_of(grad)
             if value is not None and len(sent.targets) == 1:
                 steps = _steps(port.shape, tuple(value.stride()))
-                if 0 not in steps and steps != _steps(port.shape, sent.grad_stride):
+                if any(steps) and steps != _steps(port.shape, sent.grad_stride):  # one broadcast number fits
                     return True
     return False
 

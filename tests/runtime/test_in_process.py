@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.pipeline_oracle import same
 from tests.support.runtime_helpers import (
     chain_front,
     chain_reference,
@@ -86,10 +87,8 @@ def test_tied_parameters_get_the_sum_over_their_stages_once() -> None:
     expected = reference(make_chain(tied=True), 4)
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
-        if name == "blocks.1.weight":
-            torch.testing.assert_close(found[name], grad, rtol=1e-6, atol=1e-9)
-        else:
-            assert torch.equal(found[name], grad), name
+        # Two stages add their sums over microbatches; autograd adds both uses of a microbatch first.
+        same(name, found[name], grad, exact=name != "blocks.1.weight")
 
 
 def test_no_more_saved_values_live_than_planned() -> None:

@@ -138,6 +138,23 @@ def test_a_broadcast_that_a_matmul_reads_is_not_moved() -> None:
     assert names(rewritten(function, torch.randn(5, 1), torch.randn(6, 2))) == ["expand", "mul", "mm"]
 
 
+@pytest.mark.parametrize(("shape", "moved"), [((5, 1), False), ((1, 1), True)])
+def test_a_broadcast_that_a_kernel_of_several_roundings_reads_is_moved_if_it_is_one_number(
+    shape: tuple[int, int], moved: bool
+) -> None:
+    """Such a kernel rounds the rest of a row otherwise than whole vectors; rows of one number are one row."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return aten.silu_backward.default(aten.div.Scalar(aten.expand.default(x, [5, 23]), 3.0), y)
+
+    examples = torch.randn(shape), torch.randn(5, 23)
+    module = rewritten(function, *examples)
+    assert names(module) == (
+        ["div", "expand", "silu_backward"] if moved else ["expand", "div", "silu_backward"]
+    )
+    assert_same(module, function, *examples)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_a_sum_is_made_in_the_layout_of_its_copy(dtype: torch.dtype) -> None:
     def function(a: Tensor, b: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import SplitError, UsageError
 from zbcompile.passes.split.staged_model import StagedModel
-from zbcompile.passes.verify.rounding_reasons import GAPS, SHARED, reasons_of
+from zbcompile.passes.verify.rounding_reasons import GAPS, SHARED, SMOOTHED, reasons_of
 from zbcompile.passes.verify.verify import verify
 
 
@@ -294,3 +295,49 @@ def test_gaps_in_memory_at_a_cut_are_a_reason() -> None:
         verify(model, split, (x,), {}, None, lambda y, _: y.square().mean())
     assert GAPS in found
     assert "" in found
+
+
+class Pooled(nn.Module):
+    """Rows are pooled right after an activation: its gradient is one row for all rows."""
+
+    def __init__(self, pool: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.pool = nn.Linear(20, 20), nn.Linear(20, 20), pool
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(nn.functional.silu(self.second(nn.functional.silu(self.first(x)))))
+
+
+@pytest.mark.parametrize("name", ["mean", "sum"])
+def test_a_broadcast_gradient_is_exact_inside_a_stage_and_a_reason_at_a_cut(name: str) -> None:
+    x = torch.randn(3, 7, 20)
+
+    def at(place: int) -> tuple[bool, str]:
+        torch.manual_seed(0)
+        model = Pooled(lambda y: getattr(y, name)(1))
+        split = build_stages(
+            model,
+            2,
+            (x,),
+            {},
+            loss_fn=lambda y, _: y.square().sum(),
+            split_points=lambda cuts, _: [cuts[place]],
+        )
+        exact = verify(model, split, (x,), {}, None, lambda y, _: y.square().sum()).exact
+        return exact, reasons_of(split)("gradient", "first.weight")
+
+    before_second, before_pool = at(1), at(3)
+    assert before_second == (True, "")
+    assert before_pool[1] == (GAPS if name == "sum" else "")
+    assert before_pool[0] or before_pool[1]
+
+
+def test_weights_of_a_smoothed_cross_entropy_are_a_reason() -> None:
+    for smoothing in (0.0, 0.1):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 6))
+        x, labels = torch.randn(64, 8), torch.randint(0, 6, (64,))
+        loss = nn.CrossEntropyLoss(weight=torch.rand(6), label_smoothing=smoothing, ignore_index=2)
+        front = build_stages(model, 2, (x,), target=labels, loss_fn=loss)
+        assert reasons_of(front)("output", ".loss") == (SMOOTHED if smoothing else "")
+        assert verify(model, front, (x,), target=labels, loss_fn=loss).exact or smoothing
