@@ -32,6 +32,7 @@ from zbcompile.passes.capture.refusals import explain, refuse_kept_tensors, refu
 from zbcompile.passes.capture.state_guards import (
     AttributeChanges,
     attributes_kept,
+    gradients_kept,
     random_kept,
     state_guarded,
     trace_until_settled,
@@ -93,6 +94,7 @@ def capture(
         intercepted() as functions,
         meta_as_fake(whole, tensors, device) as (examples, mode),
         attributes_kept(model, whole),
+        gradients_kept(whole.parameters()),
         random_kept(),
         collection_paused(),
     ):

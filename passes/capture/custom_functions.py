@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.node import Target
+from torch.overrides import TorchFunctionMode
 
 from zbcompile.errors import CaptureError
 from zbcompile.passes.capture.nested_values import Spec, flatten, unflatten
+from zbcompile.passes.provenance import caller_source
 
-__all__ = ["FunctionCall", "intercepted", "is_function_call"]
+__all__ = ["FunctionCall", "functions_guarded", "intercepted", "is_function_call"]
 
 _Function = type[torch.autograd.Function]
 
@@ -31,6 +33,9 @@ _TRANSPARENT = ("torch._", "torch.autograd.", "torch.nn.attention.")
 _ACTIVE: contextvars.ContextVar[dict[int, FunctionCall] | None] = contextvars.ContextVar(
     "functions", default=None
 )
+
+_STATE: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar("state", default={})
+"""Id of a parameter or buffer -> its name, while a stage is traced."""
 
 _LIBRARY = torch.library.Library("zbcompile", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("function(int key, Tensor[] tensors) -> Tensor[]")  # type: ignore[no-untyped-call]
@@ -60,14 +65,24 @@ class FunctionCall:
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Apply the class to ``tensors`` and the recorded other arguments; return the flat results."""
         apply: Callable[..., object] = self.cls.apply
-        return flatten(apply(*unflatten(self.arguments, tensors)))[0]
+        with _FunctionGuard(self.cls, _STATE.get()):
+            return flatten(apply(*unflatten(self.arguments, tensors)))[0]
 
     def infer(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return fresh tensors shaped like the results, from the class's own forward on fake tensors."""
         context = _ShapeContext(self.cls, len(tensors))
         given = unflatten(self.arguments, tensors)
-        with torch.no_grad():
-            value = self.forward(context, *given) if _takes_context(self.cls) else self.forward(*given)
+        try:
+            with torch.no_grad():
+                value = self.forward(context, *given) if _takes_context(self.cls) else self.forward(*given)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            raise CaptureError(
+                f"the forward of the autograd.Function {self.cls.__qualname__} computes a gradient of its own",
+                where=self.cls.__module__,
+                fix="compute it with tensor operations there, or with autograd.grad in its backward",
+            ) from error
         results, self.result = flatten(value)
         return [torch.empty_like(result) for result in results]
 
@@ -75,6 +90,74 @@ class FunctionCall:
 def _takes_context(cls: _Function) -> bool:
     """Return whether a forward gets ``ctx``: the class has no ``setup_context`` of its own."""
     return cls.setup_context is torch.autograd.Function.setup_context
+
+
+class _FunctionGuard(TorchFunctionMode):
+    """Refuses a parameter or buffer of the model that a Function reaches past its arguments."""
+
+    def __init__(self, cls: _Function, state: Mapping[int, str]) -> None:
+        super().__init__()
+        self._cls, self._state = cls, state
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        given = dict(kwargs or {})
+        for value in (*args, *given.values()):
+            for item in value if isinstance(value, tuple | list) else (value,):
+                if type(item) in (Tensor, nn.Parameter) and (id(item) in self._state or _is_trained(item)):
+                    name = self._state.get(id(item), "a tensor that requires a gradient")
+                    raise CaptureError(
+                        f"the autograd.Function {self._cls.__qualname__} reaches {name} past its arguments: "
+                        "its gradient would be lost, and a graph would keep its first value",
+                        where=caller_source(),
+                        fix="hand every parameter to apply(), and return its gradient from the backward",
+                    )
+        return func(*args, **given)
+
+
+def _is_trained(value: object) -> bool:
+    return isinstance(value, nn.Parameter) and value.requires_grad
+
+
+@contextlib.contextmanager
+def functions_guarded(calls: Mapping[int, FunctionCall], state: Mapping[str, Tensor]) -> Iterator[None]:
+    """Refuse, in the forward and backward of recorded Functions, what they reach past their arguments.
+
+    Parameters
+    ----------
+    calls
+        What `intercepted` recorded.
+    state
+        Parameters and buffers of the model, by name.
+    """
+    names = {id(tensor): repr(name) for name, tensor in state.items()}
+    token = _STATE.set(names)
+    replaced: list[tuple[_Function, object]] = []
+    try:
+        for cls in dict.fromkeys(call.cls for call in calls.values()):
+            if "backward" in vars(cls):
+                replaced.append((cls, vars(cls)["backward"]))
+                setattr(cls, "backward", staticmethod(_guarded(cls, cls.backward, names)))  # noqa: B010
+        yield
+    finally:
+        for cls, own in replaced:
+            setattr(cls, "backward", own)  # noqa: B010
+        _STATE.reset(token)
+
+
+def _guarded(
+    cls: _Function, backward: Callable[..., object], state: Mapping[int, str]
+) -> Callable[..., object]:
+    def guarded(*args: object) -> object:
+        with _FunctionGuard(cls, state):
+            return backward(*args)
+
+    return guarded
 
 
 class _ShapeContext:
@@ -168,6 +251,13 @@ def _recorder(
     takes_context = _takes_context(cls)
 
     def record(*args: object) -> object:
+        if cls.__module__.startswith("torch.distributed.nn."):
+            raise CaptureError(
+                f"the forward calls a collective of torch.distributed.nn ({cls.__name__})",
+                where=caller_source(),
+                fix="use torch.distributed._functional_collectives, whose calls a graph can hold, or sum after "
+                "the step: the ranks of a pipeline do not run one forward together",
+            )
         owner = cls
         if takes_context:
             context, args = args[0], args[1:]

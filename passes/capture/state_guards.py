@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import cast
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram
@@ -17,7 +19,14 @@ from torch.export import ExportedProgram
 from zbcompile.errors import CaptureError
 from zbcompile.passes import torch_private
 
-__all__ = ["AttributeChanges", "attributes_kept", "random_kept", "state_guarded", "trace_until_settled"]
+__all__ = [
+    "AttributeChanges",
+    "attributes_kept",
+    "gradients_kept",
+    "random_kept",
+    "state_guarded",
+    "trace_until_settled",
+]
 
 _PLAIN_NUMBERS = (bool, int, float)
 
@@ -131,18 +140,47 @@ def random_kept() -> Iterator[None]:
 def attributes_kept(*roots: nn.Module) -> Iterator[None]:
     """Give all modules below ``roots`` back the attributes that they had.
 
-    Attributes that are dicts (caches, hooks, submodules) get their entries back.
+    Attributes that are dicts (caches, hooks, submodules) get their entries back. A dict whose entries are as
+    before is not written to: it may refuse that.
     """
-    tables = {id(module): vars(module) for root in roots for module in root.modules()}
-    inner = [item for table in tables.values() for item in table.values() if isinstance(item, dict)]
-    tables |= {id(item): item for item in inner}
-    before = {key: dict(table) for key, table in tables.items()}
+    tables: list[dict[object, object]] = [
+        cast("dict[object, object]", vars(module)) for root in roots for module in root.modules()
+    ]
+    tables += [item for table in tables for item in table.values() if isinstance(item, dict)]
+    before = [(table, _entries(table)) for table in tables]
     try:
         yield
     finally:
-        for key, table in tables.items():
-            table.clear()
-            table.update(before[key])
+        for table, entries in before:
+            now = _entries(table)
+            if len(now) != len(entries) or any(
+                a is not c or b is not d for (a, b), (c, d) in zip(now, entries, strict=True)
+            ):
+                kind = _kind(table)
+                kind.clear(table)
+                for key, value in entries:
+                    kind.__setitem__(table, key, value)
+
+
+def _kind(table: dict[object, object]) -> type[dict[object, object]]:
+    """Return the plain class below a dict: what a subclass forbids or adds is left out."""
+    return OrderedDict if isinstance(table, OrderedDict) else dict
+
+
+def _entries(table: dict[object, object]) -> list[tuple[object, object]]:
+    return list(_kind(table).items(table))
+
+
+@contextlib.contextmanager
+def gradients_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Give tensors back the ``.grad`` that they had: what a trace leaves there is no gradient."""
+    before = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
+    try:
+        yield
+    finally:
+        for tensor, grad in before:
+            if tensor.grad is not grad:
+                tensor.grad = grad
 
 
 def _attributes(root: nn.Module) -> Iterator[tuple[str, str, Tensor | float]]:

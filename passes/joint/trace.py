@@ -19,6 +19,7 @@ from zbcompile.errors import SplitError
 from zbcompile.passes import torch_private
 from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.collection import collection_paused
+from zbcompile.passes.capture.custom_functions import functions_guarded
 from zbcompile.passes.joint.cheaper_calls import use_cheaper_calls
 from zbcompile.passes.joint.flexible_views import flexible_views
 from zbcompile.passes.joint.gradient_layouts import GradientLayout, remove_layout_copies
@@ -90,7 +91,8 @@ def trace_stage(
         sparse; names the stage and where in the model.
     """
     arguments = _fake_arguments(captured, source, needs_gradient)
-    joint = _trace(source, Replay(source.module, captured.functions, live, layouts), arguments)
+    with functions_guarded(captured.functions, captured.state):
+        joint = _trace(source, Replay(source.module, captured.functions, live, layouts), arguments)
     remove_layout_copies(joint, layouts)
     simplify(joint)
     use_cheaper_calls(joint)

@@ -173,6 +173,7 @@ def _same_form(value: object, result: Tensor) -> bool:
     """Return whether ``value`` is a tensor with the form of ``result`` that fills its storage."""
     return (
         has_static_shape(value)
+        and has_static_shape(result)
         and (value.shape, value.stride(), value.dtype) == (result.shape, result.stride(), result.dtype)
         and value.device == result.device
         and storage_bytes(value) == value.numel() * value.element_size()

@@ -165,7 +165,8 @@ class StageGraphs:
     def run_forward(self, state: Mapping[str, Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], Saved]:
         """Run F: return outputs in port order and what the backward needs.
 
-        Changed buffers are copied into ``state``.
+        Changed buffers are copied into ``state``. What other stages read has the strides of its port: those
+        of a kernel's real result may be others than torch foretold.
         """
         arguments: list[object] = [state[name] for name in self.parameters]
         arguments += [state[name] for name in self.buffers]
@@ -177,7 +178,8 @@ class StageGraphs:
         count, end = len(self.outputs), len(self.outputs) + len(self.mutated)
         for name, value in zip(self.mutated, results[count:end], strict=True):
             state[name].copy_(value)
-        return list(results[:count]), [*results[end:], *kept]
+        outputs = [_as_sent(port, value) for port, value in zip(self.outputs, results[:count], strict=True)]
+        return outputs, [*results[end:], *kept]
 
     def run_backward_input(
         self, saved: Saved, output_grads: list[Tensor | None]
@@ -252,6 +254,21 @@ class StageGraphs:
             grads.append(results[count] if port.has_gradient else None)
             count += port.has_gradient
         return count, grads
+
+
+def _as_sent(port: Port, value: Tensor) -> Tensor:
+    """Return a value for other stages with the strides that they were traced with.
+
+    A value that repeats elements, or whose size depends on data, stays as it is.
+    """
+    stride = value.stride()
+    if not port.targets or 0 in stride or not all(type(n) is int for n in port.stride):
+        return value
+    sizes = zip(value.shape, stride, port.stride, strict=True)
+    if all(now == traced or size <= 1 for size, now, traced in sizes):
+        return value
+    dense = torch.empty_strided(value.shape, port.stride, dtype=value.dtype, device=value.device)
+    return dense.copy_(value)
 
 
 def _as_traced(port: Port, grad: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zbcompile.passes.capture.captured import Captured
+from zbcompile.passes.capture.state_guards import gradients_kept
 from zbcompile.passes.joint.gradient_layouts import GradientLayout, arriving_layout
 from zbcompile.passes.joint.trace import JointStage, trace_stage
 from zbcompile.passes.partition.partition import StageSource
@@ -35,7 +36,7 @@ def trace_all(captured: Captured, sources: Sequence[StageSource], *, share: bool
     share
         Whether stages of equal structure share a trace.
     """
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), gradients_kept(captured.state.values()):
         tracer = _Tracer(captured, share)
         traced = [tracer.first_round(source) for source in sources]
         return list(reversed([tracer.second_round(stage) for stage in reversed(traced)]))
