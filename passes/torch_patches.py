@@ -1,6 +1,6 @@
 """Patch torch while a model is traced: every context that changes how torch behaves, and puts it back.
 
-Capture uses `as_in_eager`, `distributions_unchecked`, `grouped_products_of_any_dtype`, `quiet` and
+Capture uses `as_in_eager`, `compiled_code_as_eager`, `distributions_unchecked`, `grouped_products_of_any_dtype`, `quiet` and
 `without_tensor_hooks`; the joint trace uses `joint_trace_patched`.
 """
 
@@ -22,6 +22,7 @@ from zbcompile.errors import CaptureError
 __all__ = [
     "as_in_eager",
     "attribute_replaced",
+    "compiled_code_as_eager",
     "distributions_unchecked",
     "grouped_products_of_any_dtype",
     "joint_trace_patched",
@@ -81,6 +82,37 @@ def as_in_eager() -> Iterator[None]:
         attribute_replaced(torch.compiler, "_is_compiling_flag", False),
     ):
         yield
+
+
+@contextlib.contextmanager
+def compiled_code_as_eager() -> Iterator[list[str]]:
+    """Run what ``torch.compile`` made as the code that it was made from.
+
+    Yields
+    ------
+    list
+        Names of the modules and functions that ran so, as they are called.
+    """
+    from torch._dynamo import eval_frame
+
+    names: list[str] = []
+    given: Callable[..., object] = eval_frame.set_eval_frame
+
+    def note(callback: object) -> object:
+        frame = sys._getframe(1)
+        if frame.f_code.co_name == "compile_wrapper":
+            function = frame.f_locals.get("fn")
+            owner = getattr(function, "__self__", None)
+            name = type(owner).__name__ if owner is not None else getattr(function, "__qualname__", "")
+            if name and name not in names:
+                names.append(name)
+        return given(callback)
+
+    with (
+        torch.compiler.set_stance("force_eager"),
+        attribute_replaced(eval_frame, "set_eval_frame", note),
+    ):
+        yield names
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ When torch moves one of them, only this file and `torch_patches` change.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -42,10 +42,12 @@ __all__ = [
     "as_fake",
     "assigned_buffers",
     "backward_hooks",
+    "checkpoint_marked",
     "evaluate_fake",
     "fake_mode",
     "functorch_nesting",
     "has_hooks",
+    "in_checkpoint",
     "inductor_compile",
     "is_higher_order",
     "is_wrapped",
@@ -253,6 +255,21 @@ def preserve_node_meta() -> contextlib.AbstractContextManager[None]:
 def node_meta(node: Node) -> contextlib.AbstractContextManager[None]:
     """Return a context in which traced nodes get the module path and source line of ``node``."""
     return fx_traceback.set_current_meta(node)
+
+
+_CHECKPOINT = "zbcompile_checkpoint"
+
+
+@contextlib.contextmanager
+def checkpoint_marked() -> Iterator[None]:
+    """Make the nodes that are traced inside known to `in_checkpoint`."""
+    with fx_traceback.preserve_node_meta(), fx_traceback.annotate({_CHECKPOINT: True}):
+        yield
+
+
+def in_checkpoint(node: Node) -> bool:
+    """Return whether a traced node was made under `checkpoint_marked`."""
+    return _CHECKPOINT in (node.meta.get("custom") or ())
 
 
 @dataclass(frozen=True)

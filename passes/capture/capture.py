@@ -11,6 +11,7 @@ The model, its buffers and the random state are left as they were.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -97,6 +98,7 @@ def capture(
         gradients_kept(whole.parameters()),
         random_kept(),
         collection_paused(),
+        torch_patches.compiled_code_as_eager() as unwrapped,
     ):
 
         def trace() -> ExportedProgram:
@@ -105,6 +107,12 @@ def capture(
         program = trace_until_settled(whole, record.changes, trace)
     if record.spec is None:
         raise CaptureError(f"the forward of {type(model).__name__} did not return")
+    if unwrapped:
+        warnings.warn(
+            f"torch.compile'd code is taken as it was before torch.compile: {', '.join(unwrapped)}. "
+            'To compile the stages, give backend="inductor"',
+            stacklevel=2,
+        )
     tables, names = _canonical(whole)
     roles = _roles(program, names)
     graph = inline(program, roles)
@@ -207,14 +215,18 @@ def _write_assigned_buffers(before: Mapping[tuple[nn.Module, str], Tensor], mode
 
 
 def _own_loss(value: object) -> object:
-    """Return the loss that a model returns itself: the entry called loss, or its only value if a scalar."""
+    """Return the loss that a model returns itself.
+
+    It is the entry called loss, the only value if a scalar, or of a tuple the first entry if a scalar, else
+    its only scalar: ``(loss, logits)`` and ``(logits, loss)``.
+    """
     if isinstance(value, Mapping):
         return value.get("loss")
     if isinstance(value, Tensor) and value.dim() == 0:
         return value
     if isinstance(value, tuple | list) and value:
-        first = value[0]
-        return first if isinstance(first, Tensor) and first.dim() == 0 else None
+        scalars = [item for item in value if isinstance(item, Tensor) and item.dim() == 0]
+        return scalars[0] if len(scalars) == 1 or (scalars and scalars[0] is value[0]) else None
     found = getattr(value, "loss", None)
     return found if isinstance(found, Tensor) else None
 

@@ -20,6 +20,7 @@ from torch.fx.node import Target
 from torch.overrides import TorchFunctionMode
 
 from zbcompile.errors import CaptureError
+from zbcompile.passes import torch_private
 from zbcompile.passes.capture.nested_values import Spec, flatten, unflatten
 from zbcompile.passes.provenance import caller_source
 
@@ -241,7 +242,8 @@ def _run_inline(
 ) -> object:
     """Run the block of a reentrant checkpoint itself; the save set decides what is recomputed."""
     ctx.mark_non_differentiable = lambda *_: None
-    return run_function(*args)
+    with torch_private.checkpoint_marked():
+        return run_function(*args)
 
 
 def _recorder(

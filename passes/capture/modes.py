@@ -2,7 +2,8 @@
 
 ``inference_mode`` becomes ``no_grad``: the tracer does not see it, and gradients would flow. TorchScript
 functions are interpreted call by call: their own autodiff hides from the tracer. Hooks that pack what
-autograd saves are refused: no stage would run them. The argument checks of ``torch.distributions`` are off:
+autograd saves are refused: no stage would run them. Calls inside ``torch.utils.checkpoint`` are marked, so
+that a change of a buffer there can be refused: eager changes it again when it recomputes. The argument checks of ``torch.distributions`` are off:
 they look at values.
 """
 
@@ -14,12 +15,16 @@ from typing import Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
 
 from zbcompile.errors import CaptureError
-from zbcompile.passes import torch_patches
+from zbcompile.passes import torch_patches, torch_private
 from zbcompile.passes.provenance import caller_source
 
 __all__ = ["traced_modes"]
+
+_BLOCK = "_checkpoint_without_reentrant_generator"
+"""What runs a block of ``torch.utils.checkpoint``; that of reentrant ones is in `custom_functions`."""
 
 _Enter = Callable[[saved_tensors_hooks], None]
 
@@ -31,11 +36,20 @@ def traced_modes() -> Iterator[None]:
     with (
         replaced(torch.inference_mode, "__enter__", _enter_no_grad),
         replaced(torch.inference_mode, "__exit__", _leave_no_grad),
+        replaced(checkpoint, _BLOCK, _marked(vars(checkpoint)[_BLOCK])),
         replaced(saved_tensors_hooks, "__enter__", _enter_hooks(saved_tensors_hooks.__enter__)),
         torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
         torch_patches.distributions_unchecked(),
     ):
         yield
+
+
+def _marked(given: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+    def block(*args: object, **kwargs: object) -> Iterator[None]:
+        with torch_private.checkpoint_marked() if torch.is_grad_enabled() else contextlib.nullcontext():
+            yield from given(*args, **kwargs)
+
+    return block
 
 
 class _InferenceMode(Protocol):

@@ -5,11 +5,11 @@ Every error names the module, the source line where known, the reason, and what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
 
 from torch import nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from zbcompile.errors import CaptureError, ZBCompileError
 from zbcompile.passes import torch_private
@@ -139,11 +139,16 @@ def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
 
 
 def refuse_changed_state(graph: Graph, roles: Mapping[str, Role]) -> None:
-    """Refuse a forward that changes a parameter or a plain tensor in place; name it and the line."""
+    """Refuse a forward that changes a parameter or a plain tensor in place; name it and the line.
+
+    A buffer that it changes inside ``torch.utils.checkpoint`` is refused, too.
+    """
     groups = StorageGroups(graph)
     for root, changes in groups.changes.items():
         for member in groups.members[root]:
             kind = roles[member.name].kind if member.op == "placeholder" else ""
+            if kind == "buffer":
+                _refuse_checkpointed(roles[member.name].name, changes)
             if kind not in ("parameter", "constant"):
                 continue
             name = roles[member.name].name.removeprefix(MODEL_PREFIX)
@@ -153,6 +158,19 @@ def refuse_changed_state(graph: Graph, roles: Mapping[str, Role]) -> None:
                 f"the forward changes {what} in place ({changes[0].target})",
                 where=source_of(changes[0]),
                 fix="change it after the step, or register it as a buffer",
+            )
+
+
+def _refuse_checkpointed(name: str, changes: Sequence[Node]) -> None:
+    """Refuse a buffer that changes inside a checkpoint, in place or by an assignment."""
+    for change in changes:
+        made = change.all_input_nodes[1:] if "aten.copy_" in str(change.target) else []
+        if any(torch_private.in_checkpoint(node) for node in (change, *made)):
+            raise CaptureError(
+                f"the forward changes buffer {name!r} inside torch.utils.checkpoint: eager changes it again "
+                "when it recomputes the block, a stage would not",
+                where=source_of(change),
+                fix="call the block without checkpoint, and choose what to hold with compile(..., recompute=...)",
             )
 
 

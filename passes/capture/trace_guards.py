@@ -126,7 +126,9 @@ def _chosen_attention(func: _Function, args: tuple[object, ...], given: Mapping[
     flash, _, math, _ = _kernels()
     query = args[0] if args else given.get("query")
     on_cpu = isinstance(query, Tensor) and query.device.type == "cpu"
-    if func is F.scaled_dot_product_attention and math and not flash and on_cpu:
+    if func is F.scaled_dot_product_attention and on_cpu and flash:  # the first choice there anyway
+        return func(*args, **given)
+    if func is F.scaled_dot_product_attention and math and on_cpu:
         kernel: _Function = torch_private.math_attention
         return kernel(*args, **given)
     raise CaptureError(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.errors import SplitError, UsageError
-from zbcompile.passes import torch_private
+from zbcompile.passes import torch_patches, torch_private
 from zbcompile.passes.capture.nested_values import flatten, unflatten
 from zbcompile.passes.capture.state_guards import attributes_kept
 from zbcompile.passes.capture.with_loss import with_loss
@@ -93,7 +93,7 @@ def _run_model(
     model: nn.Module, staged: StagedModel, batch: list[Tensor], loss_fn: Callable[..., Tensor] | None
 ) -> Values:
     args, kwargs, target = unflatten(staged.input_spec, [tensor.clone() for tensor in batch])
-    with torch.enable_grad():
+    with torch.enable_grad(), torch_patches.compiled_code_as_eager():
         try:
             value = model(*args, **kwargs)
             if loss_fn is not None:
