@@ -1,7 +1,7 @@
 """Patch torch while a model is traced: every context that changes how torch behaves, and puts it back.
 
-Capture uses `as_in_eager`, `compiled_code_as_eager`, `distributions_unchecked`, `grouped_products_of_any_dtype`, `quiet` and
-`without_tensor_hooks`; the joint trace uses `joint_trace_patched`.
+Capture uses `as_in_eager`, `compiled_code_as_eager`, `distributions_unchecked`,
+`grouped_products_of_any_dtype`, `quiet` and `without_tensor_hooks`; the joint trace uses `joint_trace_patched`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def compiled_code_as_eager() -> Iterator[list[str]]:
     from torch._dynamo import eval_frame
 
     names: list[str] = []
-    given: Callable[..., object] = eval_frame.set_eval_frame
+    given: Callable[..., object] = vars(eval_frame)["set_eval_frame"]
 
     def note(callback: object) -> object:
         frame = sys._getframe(1)
@@ -104,7 +104,8 @@ def compiled_code_as_eager() -> Iterator[list[str]]:
             function = frame.f_locals.get("fn")
             owner = getattr(function, "__self__", None)
             name = type(owner).__name__ if owner is not None else getattr(function, "__qualname__", "")
-            if name and name not in names:
+            own = str(getattr(function, "__module__", "")).startswith("torch._higher_order_ops")
+            if name and not own and name not in names:
                 names.append(name)
         return given(callback)
 

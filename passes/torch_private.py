@@ -63,6 +63,7 @@ __all__ = [
     "storage_bytes",
     "storage_key",
     "tensor_tables",
+    "upper_bound",
     "transform_depth",
     "tree_leaves",
     "tree_map",
@@ -345,13 +346,19 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str
 def storage_bytes(value: Tensor) -> int:
     """Return the bytes of a fake tensor's storage; the upper bound where the size depends on data."""
     size = cast("int | torch.SymInt", value.untyped_storage().nbytes())
+    bound = upper_bound(size)
+    return 1 << 60 if bound is None else min(bound, 1 << 60)
+
+
+def upper_bound(size: int | torch.SymInt) -> int | None:
+    """Return the largest value of a size that depends on data; None where no bound is known."""
     if isinstance(size, int):
         return size
     bound = size.node.shape_env.bound_sympy(size.node.expr).upper
     try:
-        return min(int(bound), 1 << 60)
-    except (ArithmeticError, AttributeError, TypeError, ValueError):  # no bound is known
-        return 1 << 60
+        return int(bound)
+    except (ArithmeticError, AttributeError, TypeError, ValueError):
+        return None
 
 
 def has_hooks(parameter: Tensor) -> bool:

@@ -225,7 +225,8 @@ def _own_loss(value: object) -> object:
     if isinstance(value, Tensor) and value.dim() == 0:
         return value
     if isinstance(value, tuple | list) and value:
-        scalars = [item for item in value if isinstance(item, Tensor) and item.dim() == 0]
+        tensors = [item for item in value if isinstance(item, Tensor)]
+        scalars = [item for item in tensors if item.dim() == 0 and item.is_floating_point()]
         return scalars[0] if len(scalars) == 1 or (scalars and scalars[0] is value[0]) else None
     found = getattr(value, "loss", None)
     return found if isinstance(found, Tensor) else None

@@ -35,7 +35,7 @@ _ACTIVE: contextvars.ContextVar[dict[int, FunctionCall] | None] = contextvars.Co
     "functions", default=None
 )
 
-_STATE: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar("state", default={})
+_STATE: contextvars.ContextVar[Mapping[int, str] | None] = contextvars.ContextVar("state", default=None)
 """Id of a parameter or buffer -> its name, while a stage is traced."""
 
 _LIBRARY = torch.library.Library("zbcompile", "DEF")  # type: ignore[no-untyped-call]
@@ -66,7 +66,7 @@ class FunctionCall:
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Apply the class to ``tensors`` and the recorded other arguments; return the flat results."""
         apply: Callable[..., object] = self.cls.apply
-        with _FunctionGuard(self.cls, _STATE.get()):
+        with _FunctionGuard(self.cls, _STATE.get() or {}):
             return flatten(apply(*unflatten(self.arguments, tensors)))[0]
 
     def infer(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -80,7 +80,7 @@ class FunctionCall:
             if "does not require grad" not in str(error):
                 raise
             raise CaptureError(
-                f"the forward of the autograd.Function {self.cls.__qualname__} computes a gradient of its own",
+                f"the autograd.Function {self.cls.__qualname__} computes a gradient in its forward",
                 where=self.cls.__module__,
                 fix="compute it with tensor operations there, or with autograd.grad in its backward",
             ) from error
@@ -138,16 +138,19 @@ def functions_guarded(calls: Mapping[int, FunctionCall], state: Mapping[str, Ten
     """
     names = {id(tensor): repr(name) for name, tensor in state.items()}
     token = _STATE.set(names)
-    replaced: list[tuple[_Function, object]] = []
+    classes = list(dict.fromkeys(call.cls for call in calls.values()))
+    guards = [staticmethod(_guarded(cls, cls.backward, names)) for cls in classes]
+    replaced = [(cls, vars(cls).get("backward")) for cls in classes]
     try:
-        for cls in dict.fromkeys(call.cls for call in calls.values()):
-            if "backward" in vars(cls):
-                replaced.append((cls, vars(cls)["backward"]))
-                setattr(cls, "backward", staticmethod(_guarded(cls, cls.backward, names)))  # noqa: B010
+        for cls, guard in zip(classes, guards, strict=True):
+            setattr(cls, "backward", guard)  # noqa: B010
         yield
     finally:
         for cls, own in replaced:
-            setattr(cls, "backward", own)  # noqa: B010
+            if own is None:
+                delattr(cls, "backward")
+            else:
+                setattr(cls, "backward", own)  # noqa: B010
         _STATE.reset(token)
 
 
@@ -257,8 +260,7 @@ def _recorder(
             raise CaptureError(
                 f"the forward calls a collective of torch.distributed.nn ({cls.__name__})",
                 where=caller_source(),
-                fix="use torch.distributed._functional_collectives, whose calls a graph can hold, or sum after "
-                "the step: the ranks of a pipeline do not run one forward together",
+                fix="sum after the step: the ranks of a pipeline do not run one forward together",
             )
         owner = cls
         if takes_context:

@@ -3,8 +3,8 @@
 ``inference_mode`` becomes ``no_grad``: the tracer does not see it, and gradients would flow. TorchScript
 functions are interpreted call by call: their own autodiff hides from the tracer. Hooks that pack what
 autograd saves are refused: no stage would run them. Calls inside ``torch.utils.checkpoint`` are marked, so
-that a change of a buffer there can be refused: eager changes it again when it recomputes. The argument checks of ``torch.distributions`` are off:
-they look at values.
+that a change of a buffer there can be refused: eager changes it again when it recomputes. The argument
+checks of ``torch.distributions`` are off: they look at values.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ def _refuse_checkpointed(name: str, changes: Sequence[Node]) -> None:
                 f"the forward changes buffer {name!r} inside torch.utils.checkpoint: eager changes it again "
                 "when it recomputes the block, a stage would not",
                 where=source_of(change),
-                fix="call the block without checkpoint, and choose what to hold with compile(..., recompute=...)",
+                fix="call the block itself, and choose what to hold with compile(..., recompute=...)",
             )
 
 

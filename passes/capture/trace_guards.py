@@ -126,10 +126,8 @@ def _chosen_attention(func: _Function, args: tuple[object, ...], given: Mapping[
     flash, _, math, _ = _kernels()
     query = args[0] if args else given.get("query")
     on_cpu = isinstance(query, Tensor) and query.device.type == "cpu"
-    if func is F.scaled_dot_product_attention and on_cpu and flash:  # the first choice there anyway
-        return func(*args, **given)
-    if func is F.scaled_dot_product_attention and math and on_cpu:
-        kernel: _Function = torch_private.math_attention
+    if func is F.scaled_dot_product_attention and on_cpu and (flash or math):
+        kernel = func if flash else torch_private.math_attention  # flash is the first choice there anyway
         return kernel(*args, **given)
     raise CaptureError(
         "cannot capture a choice of attention kernels inside the model (sdpa_kernel)",

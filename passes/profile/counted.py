@@ -1,7 +1,8 @@
 """Count what stages cost on a device: FLOPs and bytes of every operator, put against the device's roofline.
 
 ``tuple[StageGraphs] + Device --> Profile``. Contract in: graphs whose nodes carry fake values, of any device.
-Contract out: times from the roofline, exact bytes; nothing is run.
+Contract out: times from the roofline, exact bytes; nothing is run. A size that depends on data counts as its
+upper bound.
 
     mm [1024, 512] x [512, 512]  -->  0.54 GFLOP, 5.2 MB  -->  max(flops / peak, bytes / bandwidth) + launch
 """
@@ -10,16 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
+from zbcompile.errors import UsageError
+from zbcompile.passes.joint.graph_facts import has_static_shape
 from zbcompile.passes.nodes import is_getitem
 from zbcompile.passes.profile.measure import OPTIMIZER_SLOTS, edges_of
+from zbcompile.passes.provenance import source_of
 from zbcompile.passes.split.stage_graphs import Graphs, StageGraphs
-from zbcompile.passes.torch_private import OpOverload, schema, tree_leaves, tree_map
+from zbcompile.passes.torch_private import OpOverload, schema, tree_leaves, tree_map, upper_bound
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.devices import Device, device_named
 
@@ -114,6 +119,8 @@ def counted_profile(
             )
         )
     source = f"counted for {chosen.name}: {chosen.source}"
+    if any(_depends_on_data(stage.graphs.forward) for stage in stages):
+        source += "; sizes that depend on data at their upper bound"
     return Profile(tuple(costs), edges_of(stages), link or chosen.link, source=source)
 
 
@@ -149,8 +156,35 @@ def _counts(nodes: Iterable[Node]) -> Iterator[OpCount]:
 
 
 def _tensors(node: Node) -> list[Tensor]:
-    """Return the fake tensors that a node makes."""
-    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
+    """Return the fake tensors that a node makes; sizes that depend on data at their upper bound."""
+    values = tree_leaves(node.meta.get("val"))
+    return [cast("Tensor", _bounded(node, v)) for v in values if isinstance(v, Tensor)]
+
+
+def _depends_on_data(module: GraphModule) -> bool:
+    """Return whether a size in a graph depends on data."""
+    values = (value for node in module.graph.nodes for value in tree_leaves(node.meta.get("val")))
+    return any(isinstance(value, Tensor) and not has_static_shape(value) for value in values)
+
+
+def _bounded(node: Node, value: object) -> object:
+    """Return a value of ``node`` with sizes that depend on data at their upper bound."""
+    if isinstance(value, torch.SymInt):
+        return _bound(node, value)
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or has_static_shape(value):
+        return value
+    return torch.empty([_bound(node, n) for n in value.shape], dtype=value.dtype, device="meta")
+
+
+def _bound(node: Node, size: int | torch.SymInt) -> int:
+    bound = upper_bound(size)
+    if bound is None:
+        raise UsageError(
+            f"the cost of {node.target} cannot be counted: its size depends on data and has no upper bound",
+            where=source_of(node),
+            fix='measure it instead (profile="measure"), or give sizes as Python numbers',
+        )
+    return bound
 
 
 def _function(node: Node) -> str:
@@ -195,7 +229,8 @@ def _flops(node: Node, outputs: Sequence[Tensor]) -> int:
     args, kwargs = (tree_map(_value, x) for x in (node.args, node.kwargs))
     if formula is None:
         return sum(v.numel() for v in outputs)
-    full = int(formula(*args, **kwargs, out_val=node.meta["val"]))
+    made = tree_map(lambda value: _bounded(node, value), node.meta["val"])
+    full = int(formula(*args, **kwargs, out_val=made))
     return full // 2 if _is_causal(node) else full
 
 
@@ -212,7 +247,9 @@ def _is_causal(node: Node) -> bool:
 
 
 def _value(argument: object) -> object:
-    return argument.meta["val"] if isinstance(argument, Node) else argument
+    if not isinstance(argument, Node):
+        return argument
+    return tree_map(lambda value: _bounded(argument, value), argument.meta["val"])
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.frontend_helpers import compare, run_autograd, run_stages, state_of
 from tests.support.kinds_zoo import KINDS, SIZE, Of, Outcome, scripted
 from tests.support.pipeline_oracle import Batch, compiled, mean_square
 from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import CaptureError, SplitError, UsageError
+from zbcompile.passes.split.sequence import run_forward
 from zbcompile.passes.verify.verify import verify
 
 
@@ -133,6 +135,54 @@ def drawn(m: Inner, x: Tensor) -> Tensor:
     return x + torch.randn(SIZE, generator=torch.Generator().manual_seed(0))
 
 
+class Reruns(torch.autograd.Function):
+    """Reaches a parameter through a function, and leaves its gradient in .grad."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.block = block
+        return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            torch.autograd.backward(ctx.block(x), grads)
+        return x.grad, None
+
+
+class HandsBack(Reruns):
+    """Reaches the parameter in the backward alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.block = block
+        return x * 2
+
+
+class Differentiates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_(True)
+            (grad,) = torch.autograd.grad((leaf @ weight).tanh().sum(), leaf)
+        ctx.save_for_backward(grad)
+        return x * grad
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * ctx.saved_tensors[0], None
+
+
+def summed_over_ranks(m: Inner, x: Tensor) -> Tensor:
+    import torch.distributed.nn.functional as collectives
+
+    return collectives.all_reduce(x @ m.weight)
+
+
 def replaces(m: Inner, x: Tensor) -> Tensor:
     m.kind = nn.Identity()
     return m.kind(x)
@@ -173,6 +223,23 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], type[Exception], tuple[str, ...]
     "a parameter through .data": (
         lambda m, x: x @ m.weight.data.mul_(0.9), CaptureError, ("parameter 'inner.weight' in place",)
     ),
+    "a parameter that an embedding scales": (
+        lambda m, x: F.embedding(torch.arange(6), m.weight, max_norm=1.0), CaptureError,
+        ("parameter 'inner.weight' in place", "embedding_renorm_"),
+    ),
+    "a block inside a Function": (
+        lambda m, x: Reruns.apply(x, lambda v: v @ m.weight), CaptureError,
+        ("Function Reruns reaches 'inner.weight'", "hand every parameter to apply()"),
+    ),
+    "a block inside a backward": (
+        lambda m, x: HandsBack.apply(x, lambda v: v @ m.weight), CaptureError,
+        ("Function HandsBack reaches 'inner.weight'",),
+    ),
+    "a gradient inside a Function": (
+        lambda m, x: Differentiates.apply(x, m.weight), CaptureError,
+        ("autograd.Function Differentiates computes a gradient in its forward",),
+    ),
+    "a collective": (summed_over_ranks, CaptureError, ("torch.distributed.nn (_AllReduce)",)),
     "a generator": (drawn, CaptureError, ("torch.Generator",)),
     "Python's random numbers": (
         lambda m, x: x * random.random(), CaptureError, ("the random module", "draw with torch")
@@ -194,7 +261,13 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], type[Exception], tuple[str, ...]
     "a tensor that is changed": (changes, CaptureError, ("'inner.kept' in place", "buffer")),
 }  # fmt: skip
 
-LINELESS = ("a count in an attribute", "a new module", "Python's random numbers", "seeding")
+LINELESS = (
+    "a count in an attribute",
+    "a new module",
+    "Python's random numbers",
+    "seeding",
+    "a gradient inside a Function",
+)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -211,6 +284,68 @@ def test_it_is_refused_by_name(name: str) -> None:
         assert word in text, text
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
     assert random.getstate() == seeds[1]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("verified", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_buffer_that_changes_inside_a_checkpoint_is_refused(reentrant: bool, verified: bool) -> None:
+    """Eager counts the batch twice: in the forward, and when the block is computed again."""
+    block = nn.Sequential(nn.Linear(SIZE, SIZE), nn.BatchNorm1d(SIZE), nn.ReLU())
+    model = Of(lambda m, x: m.c(checkpoint(m.block, m.a(x), use_reentrant=reentrant)), block=block)
+    with pytest.raises(CaptureError, match=r"buffer 'block\.1\.\w+' inside torch.utils.checkpoint"):
+        build_stages(model, 2, (torch.randn(6, SIZE),), loss_fn=loss, verify=verified)
+
+
+@pytest.mark.parametrize("what", ["model", "block", "helper"])
+def test_compiled_code_is_taken_as_it_was(what: str) -> None:
+    def backend(*_: Any) -> Any:
+        raise AssertionError("compiled")
+
+    helper = torch.compile(lambda x: torch.sin(x) * 2, backend=backend)
+    model: Any = Of(lambda m, x: m.c(helper(m.b(m.a(x))) if what == "helper" else m.b(m.a(x)).sin()))
+    if what == "block":
+        model.b.compile(backend=backend)
+    if what == "model":
+        model = torch.compile(model, backend=backend)
+    x = torch.randn(6, SIZE)
+    name = {"model": "Of", "block": "Linear", "helper": "<lambda>"}[what]
+    with pytest.warns(UserWarning, match=rf"as it was before torch.compile: .*{name}.*backend=\"inductor\""):
+        built = build_stages(model, 2, (x,), loss_fn=loss)
+    assert verify(model, built, (x,), loss_fn=loss).exact
+    if what != "block":  # torch leaves a plain Linear alone
+        with pytest.raises(Exception, match="compiled"):
+            model(x)
+
+
+def test_what_crosses_a_cut_has_the_strides_that_were_traced() -> None:
+    build, batch = KINDS["a norm of a transpose"]
+    torch.manual_seed(0)
+    model, ((x,), _) = build().train(), batch()
+    built = build_stages(model, 2, (x,), loss_fn=loss)
+    (port,) = [port for port in built.stages[0].outputs if port.targets]
+    assert port.name == "batch_norm"
+    assert port.stride == (5 * SIZE, 1, SIZE)
+    real = model.norm(model.a(x).tanh().transpose(1, 2))
+    assert real.stride() != port.stride
+    outputs, _ = run_forward(built.stages, state_of(model), [x])
+    assert outputs[0][0].stride() == port.stride
+    assert torch.equal(outputs[0][0], real)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_scalar_of_a_tuple_is_the_loss(order: tuple[int, int]) -> None:
+    """(logits, loss), as nanoGPT returns them, and (loss, logits)."""
+
+    def both(m: Of, x: Tensor) -> tuple[Tensor, ...]:
+        logits = m.c(m.b(m.a(x)).relu())
+        values = logits, logits.pow(2).mean()
+        return tuple(values[i] for i in order)
+
+    model, x = Of(both), torch.randn(6, SIZE)
+    built = build_stages(model, 2, (x,))
+    assert built.loss == order.index(1)
+    assert verify(model, built, (x,)).exact
 
 
 def test_a_buffer_of_another_shape_is_told() -> None:

@@ -224,6 +224,64 @@ class Windowed(nn.Module):
         return self.inner(x.roll(self.shift, 1)).tanh()
 
 
+class ReadOnly(dict[str, Any]):
+    """A dict that nothing can be written to, as configurations of models are."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("read-only")
+
+    __setitem__ = __delitem__ = update = clear = pop = popitem = setdefault = _refuse
+
+    def __deepcopy__(self, _: Any) -> ReadOnly:
+        return self
+
+
+def chosen_rows(m: Of, x: Tensor) -> Tensor:
+    """How many rows are added to the one of m.shift depends on data."""
+    x = m.a(x)
+    kept = x[x[:, 0] > 0] + m.shift
+    return m.c(x + m.b(kept).tanh().sum(0))
+
+
+def normed_transpose(m: Of, x: Tensor) -> Tensor:
+    """The real result of the norm is dense, the one that torch foretells is transposed."""
+    return m.c(m.norm(m.a(x).tanh().transpose(1, 2)).transpose(1, 2))
+
+
+def first_kernel(m: Of, x: Tensor) -> Tensor:
+    q, k, v = (part(x).view(2, 5, 2, 4).transpose(1, 2) for part in (m.a, m.b, m.c))
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(y, k, v)
+
+
+def experts(m: Of, x: Tensor) -> Tensor:
+    """Every expert gets the rows that chose it."""
+    x = m.a(x)
+    chosen, y = x.argmax(1) % 2, torch.zeros_like(x)
+    for index, expert in enumerate((m.b, m.c)):
+        (place,) = torch.where(chosen == index)
+        y = y.index_add(0, place, expert(x[place]))
+    return y
+
+
+class Redone(torch.autograd.Function):
+    """Computes its forward again in the backward and differentiates that, on leaves of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return (x @ weight).tanh()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight = (tensor.detach().requires_grad_(True) for tensor in ctx.saved_tensors)
+        with torch.enable_grad():
+            torch.autograd.backward((x @ weight).tanh(), grads)
+        return x.grad, weight.grad
+
+
 def rows(*shape: int) -> Callable[[], Any]:
     return lambda: ((torch.randn(*shape),), {})
 
@@ -297,6 +355,16 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "distributions": (lambda: Of(sampled), FLAT),
     "teacher under inference_mode": (lambda: Of(teacher), FLAT),
     "chosen attention kernel": (lambda: Of(chosen_kernel), SEQUENCE),
+    "a dict that cannot be written": (
+        lambda: Of(lambda m, x: m.c(m.b(m.a(x)) * m.config["by"]), config=ReadOnly(by=2.0)), FLAT
+    ),
+    "rows chosen by data": (lambda: Of(chosen_rows, shift=nn.Parameter(torch.randn(1, SIZE))), FLAT),
+    "a norm of a transpose": (lambda: Of(normed_transpose, norm=nn.BatchNorm1d(SIZE)), SEQUENCE),
+    "attention kernels that the CPU takes first": (lambda: Of(first_kernel), SEQUENCE),
+    "experts by torch.where": (lambda: Of(experts), FLAT),
+    "a Function that differentiates by itself": (
+        lambda: Of(lambda m, x: m.c(Redone.apply(m.a(x), m.b.weight))), FLAT
+    ),
     "vmap and jvp": (
         lambda: Of(
             ensemble, weights=nn.Parameter(torch.randn(3, SIZE, SIZE)),

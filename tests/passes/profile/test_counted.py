@@ -9,6 +9,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.kinds_zoo import KINDS, SIZE
 from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import UsageError
 from zbcompile.passes.profile.calibration import calibration_report
@@ -179,3 +180,13 @@ def test_a_counted_profile_of_a_model_without_weights_is_that_of_the_model() -> 
     real = counted_profile(_stages(model, args, target).stages, "H100")
     meta = counted_profile(_stages(bare, args, target).stages, "H100")
     assert meta == real
+
+
+def test_sizes_that_depend_on_data_count_at_their_upper_bound() -> None:
+    build, batch = KINDS["experts by torch.where"]
+    args, kwargs = batch()
+    built = build_stages(build(), 2, args, kwargs, loss_fn=lambda y, _: y.pow(2).mean())
+    profile = counted_profile(built.stages, "CPU")
+    assert profile.source.endswith("sizes that depend on data at their upper bound")
+    counts = [c for stage in built.stages for c in count_graph(stage.graphs.forward) if "addmm" in c.target]
+    assert [c.flops for c in counts] == [2 * 6 * SIZE * SIZE] * 3
