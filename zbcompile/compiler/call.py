@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,11 +78,21 @@ class CallForm:
         if set(order) == set(kwargs):
             kwargs = {str(key): kwargs[str(key)] for key in order}
         tensors, spec = Batch(batch.args, kwargs, batch.target).flat()
-        difference = _difference(self.spec, spec, "")
-        if difference is not None:
+        found = _difference(self.spec, spec, "")
+        if found is not None:
+            path, old, new = found
+            where = _name(path) or "the arguments"
+            if old.kind == new.kind == "constant":
+                raise UsageError(
+                    "an argument that is no tensor has another value than the one that was compiled",
+                    where=where,
+                    needed=f"{reprlib.repr(old.value)}, as compiled",
+                    given=reprlib.repr(new.value),
+                    fix="pass a tensor if its value changes from call to call, or compile another pipeline",
+                )
             raise UsageError(
                 "the call differs from the one that was compiled",
-                where=_name(difference) or "the arguments",
+                where=where,
                 fix="pass the same arguments, or compile another pipeline for this form",
             )
         return self.plan.split(tensors)
@@ -99,12 +110,13 @@ def _is_whole(name: str, whole: Sequence[str | int]) -> bool:
     return any(name == key or name.startswith((f"{key}.", f"{key}[")) for key in keys)
 
 
-def _difference(old: Spec, new: Spec, path: str) -> str | None:
-    """Return the path of the first place where two calls are nested differently or a constant differs."""
+def _difference(old: Spec, new: Spec, path: str) -> tuple[str, Spec, Spec] | None:
+    """Return (path, old, new) of the first place where nesting or a constant differs."""
     if old.kind != new.kind or old.keys != new.keys or len(old.children) != len(new.children):
-        return path or "[0]"
+        return path or "[0]", old, new
     if old.kind == "constant":
-        return None if old.value is new.value or bool(old.value == new.value) else path
+        same = old.value is new.value or bool(old.value == new.value)
+        return None if same else (path, old, new)
     for key, left, right in zip(old.keys, old.children, new.children, strict=True):
         step = f".{key}" if isinstance(key, str) else f"[{key}]"
         found = _difference(left, right, path + step)

@@ -13,9 +13,11 @@ from zbcompile.compiler.call import Batch, CallForm
 from zbcompile.compiler.evaluation import Evaluation
 from zbcompile.compiler.load import Results, join_results, losses_of, make_reader, make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan
+from zbcompile.compiler.model_guard import ModeGuard, ModelGuard, refuse_inputs_with_gradients
 from zbcompile.errors import UsageError
 from zbcompile.formats.measured_json import Measured
 from zbcompile.options import CompileOptions
+from zbcompile.passes import torch_private
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.runtime.gradients import hand_over, parameters_of
@@ -72,16 +74,21 @@ class CompiledPipeline:
         self.reader = make_reader(self.trained, staged.stages)
         self.stages = [Stage(s.index, s, staged.captured.state, self.trained) for s in staged.stages]
         self._evaluations: dict[object, Evaluation] = {}
+        self.guard, self.mode = ModelGuard(options.model, options.loss_fn), ModeGuard()
 
     def run_step(self, batch: Batch, number: int, loss_scale: float, keep_results: bool) -> StepResult:
         """Run one step; gradients are handed over at its end."""
         with self.runner.reporting():
+            self.mode.check()
+            self.guard.check()
             microbatches = self.call.microbatches(batch)
+            refuse_inputs_with_gradients(self.call.plan.names, batch.flat()[0])
             state = self.follow_model()
             self.reader.check(state)
             self._check_weights(state)
         step = Step(microbatches, number, loss_scale, keep_results)
-        gradients = self.runner.run(step, state)
+        with torch_private.no_autocast():
+            gradients = self.runner.run(step, state)
         divisor = self.spec.num_microbatches if self.options.scale_grads else None
         hand_over(gradients, parameters_of(state), divisor)
         output = self._output(step, self.staged, self.options.loss_fn is not None) if keep_results else None
@@ -89,8 +96,11 @@ class CompiledPipeline:
 
     def run_eval(self, batch: Batch) -> StepResult:
         """Run forward only; the first call with a shape captures the model in evaluation mode."""
+        with self.runner.reporting():
+            self.guard.check(training=False)
         tensors, spec = batch.flat()
-        key = (*((tuple(t.shape), t.dtype) for t in tensors), tuple(spec.paths()))
+        modes = tuple(torch_private.ambient_autocast())
+        key = (*((tuple(t.shape), t.dtype) for t in tensors), tuple(spec.paths()), modes)
         found = self._evaluations.get(key)
         if found is None:
             found = self._evaluations[key] = Evaluation(

@@ -13,6 +13,7 @@ from zbcompile.compiler.call import Batch, CallForm
 from zbcompile.compiler.load import make_reader, make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan, codegen, lower_order
 from zbcompile.options import CompileOptions
+from zbcompile.passes import torch_private
 from zbcompile.passes.capture.capture import capture
 from zbcompile.passes.capture.constant_masks import fold_constant_masks
 from zbcompile.passes.capture.nested_values import Spec, unflatten
@@ -89,7 +90,8 @@ class Evaluation:
         with self.runner.reporting():
             microbatches = self.call.microbatches(batch)
         step = Step(microbatches)
-        self.runner.run(step, self.reader.read())
+        with torch_private.no_autocast():
+            self.runner.run(step, self.reader.read())
         return step
 
 
