@@ -94,6 +94,7 @@ def plan(
         lambda p: quick_value(p, seed, fusing),
         time_limit_s=time_limit_s,
         observer=observer,
+        fusing=fusing is not Fusing.NEVER,
     )
 
 
