@@ -151,7 +151,8 @@ def try_coarse(incumbent: Incumbent, tries: int, seed: int) -> None:
     try_classic(inner)
     try_list_schedules(inner, tries=tries, seed=seed)
     for _, codes in inner.pool:
-        incumbent.offer(taken_apart(codes, incumbent.problem), f"merged stages, {inner.origin}")
+        origin = f"merged stages, {inner.origin}" if codes is inner.codes else "merged stages"
+        incumbent.offer(taken_apart(codes, incumbent.problem), origin)
 
 
 def quick_value(problem: Problem, seed: int, fusing: Fusing) -> int | None:

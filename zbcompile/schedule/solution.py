@@ -83,7 +83,8 @@ class Solution:
     variants
         Which variant, per stage (0: the stage itself).
     origin
-        How the order was found (``classic ZB-H1``, ``greedy``, ``search``, ``cp_sat``, ``imported``).
+        How the order was found (``classic ZB-H1``, ``list schedule``, ``pattern``, ``split or fuse``,
+        ``cp_sat``, ``imported``, ...).
     """
 
     problem: Problem
