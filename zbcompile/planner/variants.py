@@ -289,7 +289,7 @@ def plan_variants(
         if chosen[0].certificate.value_ns <= bound.value_ns or relay.seconds_left() <= 0:
             break
     assert chosen is not None
-    return _certified(*chosen, bound)
+    return _certified(*chosen, bound, problem.profile)
 
 
 def _rank(
@@ -331,10 +331,10 @@ def _leanest(profile: Profile, fusing: bool) -> Assignment:
     return tuple(result)
 
 
-def _certified(solution: Solution, assignment: Assignment, bound: Bound) -> Solution:
+def _certified(solution: Solution, assignment: Assignment, bound: Bound, offered: Profile) -> Solution:
     """Return the solution with the certificate that holds over all assignments."""
     value = solution.certificate.value_ns
     certificate = Certificate(
         solution.certificate.objective, value, min(bound.value_ns, value), bound.method, bound.witness
     )
-    return replace(solution, certificate=certificate, variants=assignment)
+    return replace(solution, certificate=certificate, variants=assignment, offered=offered)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zbcompile.errors import UsageError
+from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.problem import Objective, Problem
 
@@ -85,6 +86,9 @@ class Solution:
     origin
         How the order was found (``classic ZB-H1``, ``list schedule``, ``pattern``, ``split or fuse``,
         ``cp_sat``, ``imported``, ...).
+    offered
+        The profile that the variants were chosen from; None where the stages offered none. A bound over all
+        assignments of variants cannot be checked without it.
     """
 
     problem: Problem
@@ -92,3 +96,4 @@ class Solution:
     certificate: Certificate
     variants: tuple[int, ...] = ()
     origin: str = ""
+    offered: Profile | None = None
