@@ -9,11 +9,12 @@ import pytest
 from tests.planner.starts.test_classic import paper_problem
 from zbcompile.errors import InfeasibleError, UsageError
 from zbcompile.planner.bounds.analytic import best_bound
-from zbcompile.planner.core.instance import Instance
+from zbcompile.planner.core.instance import Instance, to_schedule
 from zbcompile.planner.exact import proofs
 from zbcompile.planner.exact.model import ExactResult
 from zbcompile.planner.incumbent import Incumbent, Progress
 from zbcompile.planner.plan import plan
+from zbcompile.planner.starts.classic import orders_for
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
@@ -108,3 +109,17 @@ def test_questions_that_are_not_answered_are_not_asked_again(monkeypatch: pytest
     assert asked[0] <= incumbent.value
     assert asked == sorted(set(asked), reverse=True)
     assert asked[-1] == incumbent.bound.value_ns + 1
+
+
+@pytest.mark.parametrize("fuse", ["auto", "never", "always"])
+@pytest.mark.parametrize("times", [(9, 6, 1, 7), (8, 9, 5, 14)])
+def test_an_order_is_called_classic_only_if_it_is_that_order(times: tuple[int, ...], fuse: str) -> None:
+    """A tie that is settled for fewer splits, or a choice of fusing, makes another order of it."""
+    profile = Profile.uniform(StageCost(*times, 2, 1), 4, 1)
+    problem = Problem.of(profile, None, 4, 16, "makespan", "rendezvous")
+    solution = plan(problem, time_limit_s=2, fuse=fuse)
+    name, _, change = solution.origin.partition(", ")
+    for known, codes in orders_for(problem):
+        if name == f"classic {known}":
+            same = solution.schedule == to_schedule(codes, problem)
+            assert change == ("" if same else {"never": "split", "always": "fused"}[fuse])

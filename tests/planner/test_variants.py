@@ -156,3 +156,14 @@ def test_an_interrupt_while_variants_are_ranked_keeps_the_best() -> None:
     problem = recompute(4, 8, 200)
     solution = plan(problem, time_limit_s=3, observer=observer)
     check(solution.schedule, solution.problem)
+
+
+def test_without_fusing_the_least_cap_counts_what_waits_for_w() -> None:
+    """The variant saves less and holds more for its W: split, the stage as it is needs the smaller cap."""
+    lean = StageCost.simple(5, 3, 2, 1, 6)
+    stage = replace(StageCost.simple(3, 3, 2, 4, 2), variants=(lean,))
+    problem = Problem.of(Profile((stage,)), None, 2, 3)
+    assert plan(problem, time_limit_s=2).variants == (1,)
+    with pytest.raises(InfeasibleError, match="needs 4 bytes on rank 0"):
+        plan(problem, time_limit_s=2, fuse="never")
+    assert plan(problem.with_(caps=(4,)), time_limit_s=2, fuse="never").variants == (0,)

@@ -140,7 +140,8 @@ class Incumbent:
         bool
             Whether it was taken.
         """
-        codes = None if codes is None else shaped(codes, self.fusing)
+        given = codes
+        codes = None if given is None else shaped(given, self.fusing)
         if codes is None or not fits(self.instance, codes):
             return False
         value = self.measure(codes)
@@ -150,6 +151,8 @@ class Incumbent:
             self.pool = sorted([*self.pool, (value, codes)], key=lambda entry: entry[0])[:12]
         if self.value is not None and value >= self.value:
             return False
+        if codes != given:
+            origin += ", split" if self.fusing is Fusing.NEVER else ", fused"
         self.codes, self.value, self.origin = codes, value, origin
         self.report(origin)
         return True

@@ -94,6 +94,7 @@ def plan(
         lambda p: quick_value(p, seed, fusing),
         time_limit_s=time_limit_s,
         observer=observer,
+        fusing=fusing is not Fusing.NEVER,
     )
 
 
@@ -150,7 +151,8 @@ def try_coarse(incumbent: Incumbent, tries: int, seed: int) -> None:
     try_classic(inner)
     try_list_schedules(inner, tries=tries, seed=seed)
     for _, codes in inner.pool:
-        incumbent.offer(taken_apart(codes, incumbent.problem), f"merged stages, {inner.origin}")
+        origin = f"merged stages, {inner.origin}" if codes is inner.codes else "merged stages"
+        incumbent.offer(taken_apart(codes, incumbent.problem), origin)
 
 
 def quick_value(problem: Problem, seed: int, fusing: Fusing) -> int | None:

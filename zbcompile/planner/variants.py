@@ -167,9 +167,13 @@ class _Ranking:
     """Values of assignments by a quick plan each, none twice."""
 
     def __init__(
-        self, problem: Problem, quick: Callable[[Problem], int | None], over: Callable[[], bool]
+        self,
+        problem: Problem,
+        quick: Callable[[Problem], int | None],
+        over: Callable[[], bool],
+        fusing: bool,
     ) -> None:
-        self.problem, self.quick, self.over = problem, quick, over
+        self.problem, self.quick, self.over, self.fusing = problem, quick, over, fusing
         self.values: dict[Assignment, int | None] = {}
         self.best: tuple[int, Assignment] | None = None
 
@@ -186,7 +190,7 @@ class _Ranking:
     def _value(self, assignment: Assignment) -> int | None:
         problem = fixed(self.problem, assignment)
         try:
-            check_caps(problem)
+            check_caps(problem, fusing=self.fusing)
         except InfeasibleError:
             return None
         if self.best is not None and bound_of(problem).value_ns >= self.best[0]:
@@ -248,6 +252,7 @@ def plan_variants(
     *,
     time_limit_s: float,
     observer: Callable[[Progress], None] | None = None,
+    fusing: bool = True,
 ) -> Solution:
     """Choose variants, plan the best few assignments in full, and certify over all assignments.
 
@@ -263,6 +268,8 @@ def plan_variants(
         Outer limit in seconds.
     observer
         Called with a `Progress` at every better order.
+    fusing
+        Whether backwards may be fused.
 
     Raises
     ------
@@ -272,7 +279,7 @@ def plan_variants(
     relay = _Relay(observer, time_limit_s)
     bound = joint_bound(problem)
     relay.bound = bound.value_ns
-    finalists = _rank(problem, quick, bound, relay)
+    finalists = _rank(problem, quick, bound, relay, fusing)
     chosen: tuple[Solution, Assignment] | None = None
     for k, assignment in enumerate(finalists):
         share = max(0.2, relay.seconds_left() / (len(finalists) - k))
@@ -282,15 +289,19 @@ def plan_variants(
         if chosen[0].certificate.value_ns <= bound.value_ns or relay.seconds_left() <= 0:
             break
     assert chosen is not None
-    return _certified(*chosen, bound)
+    return _certified(*chosen, bound, problem.profile)
 
 
 def _rank(
-    problem: Problem, quick: Callable[[Problem], int | None], bound: Bound, relay: _Relay
+    problem: Problem,
+    quick: Callable[[Problem], int | None],
+    bound: Bound,
+    relay: _Relay,
+    fusing: bool,
 ) -> list[Assignment]:
     """Return the best few assignments by quick plans, in two fifths of the time."""
     spare = 0.6 * relay.limit
-    ranking = _Ranking(problem, quick, lambda: relay.seconds_left() < spare)
+    ranking = _Ranking(problem, quick, lambda: relay.seconds_left() < spare, fusing)
     try:
         for assignment in candidates(problem):
             if ranking.try_(assignment):
@@ -301,25 +312,29 @@ def _rank(
     except KeyboardInterrupt:
         relay(Progress(None, 0, 0.0, "interrupted", PlanState.INTERRUPTED))
     if ranking.best is None:
-        leanest = _leanest(problem.profile)
-        check_caps(fixed(problem, leanest))
+        leanest = _leanest(problem.profile, fusing)
+        check_caps(fixed(problem, leanest), fusing=fusing)
         return [leanest]
     return ranking.finalists()
 
 
-def _leanest(profile: Profile) -> Assignment:
-    """Return per stage the variant with the fewest saved bytes."""
+def _leanest(profile: Profile, fusing: bool) -> Assignment:
+    """Return per stage the variant with the fewest saved bytes, or with M_W where it must split."""
+
+    def held(way: StageCost) -> int:
+        return way.saved_bytes if fusing else max(way.saved_bytes, way.saved_for_weight_bytes)
+
     result = []
     for stage in profile.stages:
         ways = (stage, *stage.variants)
-        result.append(min(range(len(ways)), key=lambda k: (ways[k].saved_bytes, k)))
+        result.append(min(range(len(ways)), key=lambda k: (held(ways[k]), ways[k].saved_bytes, k)))
     return tuple(result)
 
 
-def _certified(solution: Solution, assignment: Assignment, bound: Bound) -> Solution:
+def _certified(solution: Solution, assignment: Assignment, bound: Bound, offered: Profile) -> Solution:
     """Return the solution with the certificate that holds over all assignments."""
     value = solution.certificate.value_ns
     certificate = Certificate(
         solution.certificate.objective, value, min(bound.value_ns, value), bound.method, bound.witness
     )
-    return replace(solution, certificate=certificate, variants=assignment)
+    return replace(solution, certificate=certificate, variants=assignment, offered=offered)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zbcompile.errors import UsageError
+from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.problem import Objective, Problem
 
@@ -83,7 +84,11 @@ class Solution:
     variants
         Which variant, per stage (0: the stage itself).
     origin
-        How the order was found (``classic ZB-H1``, ``greedy``, ``search``, ``cp_sat``, ``imported``).
+        How the order was found (``classic ZB-H1``, ``list schedule``, ``pattern``, ``split or fuse``,
+        ``cp_sat``, ``imported``, ...).
+    offered
+        The profile that the variants were chosen from; None where the stages offered none. A bound over all
+        assignments of variants cannot be checked without it.
     """
 
     problem: Problem
@@ -91,3 +96,4 @@ class Solution:
     certificate: Certificate
     variants: tuple[int, ...] = ()
     origin: str = ""
+    offered: Profile | None = None

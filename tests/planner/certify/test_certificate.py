@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -14,10 +14,11 @@ import pytest
 from tests.planner.improve.test_fuse import random_fusing_problem, table_problem
 from tests.planner.starts.test_classic import paper_problem
 from tests.planner.test_variants import recompute
+from tests.schedule.test_least_memory import branching_problem
 from tests.support.planner_cases import random_placement, random_problem
 from zbcompile.errors import CheckError
 from zbcompile.formats import schedule_json
-from zbcompile.planner.bounds.analytic import analytic_bounds
+from zbcompile.planner.bounds.analytic import analytic_bounds, best_bound
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.certify.certificate import explain, verify, verify_certificate
 from zbcompile.planner.certify.derive import Derivation, Facts, derivations
@@ -54,6 +55,8 @@ def test_every_analytic_bound_is_derived_again_to_the_nanosecond() -> None:
             out = Derivation()
             derivations(problem.objective)[bound.method](Facts(problem), as_plain(bound.witness), out)
             assert out.total == bound.value_ns, (problem, bound)
+            out.compare(as_plain(bound.witness))
+            assert set(out.numbers) <= set(bound.witness), (problem, bound)
             methods[bound.method] = methods.get(bound.method, 0) + 1
     assert set(methods) == set(derivations("makespan"))
     assert min(methods.values()) >= 20
@@ -86,6 +89,88 @@ def test_a_bound_one_nanosecond_too_high_is_refused() -> None:
     assert refused > 50
 
 
+_CHOICES = {"rank", "outer_rank", "inner_rank", "start_stages", "end_stages", "end_in_flight"}
+"""What a witness chooses. Another choice proves the bound as well, or the numbers do not fit it."""
+
+
+def numbers_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places of the derived numbers of a witness; of a window, its microbatch and filling are choices."""
+    if isinstance(value, list):
+        for k, entry in enumerate(value):
+            if not (path[:1] == ("windows",) and len(path) == 2 and k in (0, 2, 3)):
+                yield from numbers_in(entry, (*path, k))
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            if name not in _CHOICES:
+                yield from numbers_in(entry, (*path, name))
+    elif isinstance(value, int):
+        yield path
+
+
+def test_every_number_of_a_witness_is_the_one_that_is_derived() -> None:
+    """Zero times and branches too: none of them may be one more, and the true ones pass."""
+    rng = random.Random(8)
+    changed = 0
+    for k in range(40):
+        problem = any_problem(rng) if k % 2 else branching_problem(rng, rng.randint(1, 4))
+        for bound in analytic_bounds(problem.with_(objective=rng.choice(("span", "makespan")))):
+            good = certified(problem.with_(objective=bound.objective), bound)
+            assert verify(good) == []
+            for *path, last in numbers_in(as_plain(bound.witness)):
+                witness = as_plain(bound.witness)
+                place = witness
+                for step in path:
+                    place = place[step]
+                place[last] += 1
+                faults = verify(certified(good.problem, replace(bound, witness=witness)))
+                assert "of the witness is not what follows" in str(faults), (problem, bound, path, last)
+                changed += 1
+    assert changed > 1000
+
+
+def test_variants_erased_from_the_witness_are_refused() -> None:
+    """The bound of the chosen way alone is higher: what was offered stands in the solution."""
+    solution = plan(recompute(4, 8, 200), time_limit_s=3)
+    assert solution.offered is not None
+    alone = best_bound(solution.problem)
+    chosen, listed = solution.variants[0], solution.certificate.witness["costs"]
+    level = {"choice": [0], "bound_ns": alone.value_ns, "method": alone.method, "witness": alone.witness}
+    costs = [[row[k]] for row, k in zip(listed, solution.variants, strict=True)]
+    forged = replace(
+        solution.certificate,
+        bound_ns=alone.value_ns,
+        witness=as_plain({"rank": 0, "levels": [level], "costs": costs}),
+    )
+    plain = replace(forged, method=alone.method, witness=alone.witness)
+    assert alone.value_ns > solution.certificate.bound_ns
+    for changed, words in (
+        (replace(solution, certificate=forged), "is not what follows|leaves out a level"),
+        (replace(solution, certificate=plain), "not for all that were offered"),
+        (replace(solution, offered=None), "does not say which variants"),
+        (replace(solution, variants=(chosen + 5,) * 4), "none of those offered"),
+        (replace(solution, variants=tuple(1 - min(v, 1) for v in solution.variants)), "does not run as"),
+    ):
+        with pytest.raises(CheckError, match=words):
+            verify_certificate(changed)
+
+
+def test_what_a_solver_s_witness_says_is_compared_too() -> None:
+    problem = Problem.of(Profile.uniform(StageCost.simple(10, 10, 10), 4, 1), None, 10, 6, "makespan")
+    instance = Instance.of(problem).relaxed()
+    found = crossing_bound(instance, 0, Fraction(3, 2), upper_ns=10**6, time_limit_s=20)
+    witness = {"solver": "CP-SAT", "rank": 0, "head_ns": 0, "grid": [3, 2], "units": found.units}
+    crossing = Bound(found.value_ns, "crossing", "makespan", witness)
+    assert verify(certified(problem, crossing)) == []
+    exact = {"solver": "CP-SAT", "model": "exact", "actions": 120}
+    bounds = [(crossing, witness), (Bound(1, "cp_sat", "makespan", exact), exact)]
+    for bound, right in bounds:
+        for name in right:
+            wrong: Any = {"rank": 7, "grid": [4, 2], "solver": "me", "model": "mine"}.get(name, 10**6)
+            forged = certified(problem, replace(bound, witness={**right, name: wrong}))
+            with pytest.raises(CheckError, match="of the witness is not what follows|no usable 'rank'"):
+                verify_certificate(forged)
+
+
 Change = Callable[[dict[str, Any]], None]
 
 
@@ -97,8 +182,14 @@ Change = Callable[[dict[str, Any]], None]
         (lambda w: w["windows"].append(w["windows"][-1]), "overlap"),
         (lambda w: w.update(windows=7), "no list"),
         (lambda w: w["windows"].insert(0, ["x"]), "names no microbatch"),
-        (lambda w: w["windows"].clear(), "does not follow"),
-        (lambda w: w.update(rank=2), "does not follow"),
+        (lambda w: w["windows"].clear(), "idle_ns of the witness is not what follows"),
+        (lambda w: (w["windows"].clear(), w.update(idle_ns=0)), "does not follow from its witness"),
+        (lambda w: w.update(rank=2), "idle_ns of the witness is not what follows"),
+        (lambda w: w["windows"][0].__setitem__(4, 10**6), r"windows\[0\]\[4\] of the witness"),
+        (lambda w: w["windows"][0].append(1), r"windows\[0\] of the witness"),
+        (lambda w: w.update(work_ns=w["work_ns"] + 1), "work_ns of the witness"),
+        (lambda w: w.update(work_ns=float(w["work_ns"])), "work_ns of the witness"),
+        (lambda w: w.update(trust=1), "'trust', which is no part"),
     ],
 )
 def test_a_broken_witness_is_refused_in_words(change: Change, words: str) -> None:
@@ -181,9 +272,12 @@ def test_variants_hold_over_all_levels_or_are_refused() -> None:
         (lambda w: w["levels"].pop(), "leaves out a level"),
         (lambda w: w["levels"][0].update(choice=[5]), "no such way"),
         (lambda w: w["levels"][0].update(method=3), "no method"),
-        (lambda w: w["costs"][0][0].append(1), "six whole numbers"),
-        (lambda w: w["costs"][0].reverse(), "does not run as the variant"),
-        (lambda w: w["costs"].pop(), "no costs per stage"),
+        (lambda w: w["levels"][0].update(method="cp_sat"), "no method"),
+        (lambda w: w["levels"][0].update(bound_ns=10**9), "bound_ns of the witness"),
+        (lambda w: w["levels"][0].update(note="x"), "no part of its bound"),
+        (lambda w: w["costs"][0][0].append(1), "costs[0][0] of the witness"),
+        (lambda w: w["costs"][0].reverse(), "costs[0][0][1] of the witness"),
+        (lambda w: w["costs"].pop(), "costs of the witness"),
     ):
         forged = json.loads(json.dumps(witness))
         change(forged)
@@ -195,6 +289,7 @@ def test_variants_hold_over_all_levels_or_are_refused() -> None:
 def test_a_file_keeps_all_that_a_check_needs() -> None:
     solution = plan(recompute(4, 8, 200), time_limit_s=3)
     read = schedule_json.loads(schedule_json.dumps(solution)).solution()
+    read = replace(read, offered=solution.offered)
     assert verify(read) == []
     assert explain(read) == explain(solution)
 

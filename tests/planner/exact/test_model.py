@@ -10,10 +10,12 @@ from tests.support.planner_cases import brute_force, random_problem
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.core.latest_starts import latest_starts
-from zbcompile.planner.exact.model import ask_below, solve_exact
+from zbcompile.planner.core.score import fits
+from zbcompile.planner.exact.model import ask_below, refute, solve_exact
 from zbcompile.planner.starts.initial import one_at_a_time
-from zbcompile.schedule.costs import Link, Profile, StageCost
+from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.least_memory import least_headroom
 from zbcompile.schedule.problem import Problem
 
 
@@ -90,6 +92,60 @@ def test_actions_without_length_make_no_circle(seed: int) -> None:
     result = solve_exact(Instance.of(problem), lower=0, time_limit_s=20)
     assert result.proved
     assert result.value_ns == result.bound_ns
+
+
+def timeless_problem(rng: random.Random) -> Problem:
+    """Many actions without length and stages without bytes, caps that bind: linear, V, looped or any map."""
+    rank_of, m = rng.choice(
+        [
+            ((0,), 3),
+            ((0, 1), 2),
+            ((0, 1), 3),
+            ((0, 1, 2), 2),
+            ((0, 1, 1, 0), 1),
+            ((0, 1, 0, 1), 1),
+            ((0, 0, 1), 2),
+        ]
+    )
+    lengths = rng.choice(((0,), (0, 0, 0, 1, 4), (0, 1, 2, 5)))
+    stages = tuple(
+        StageCost.simple(
+            *(rng.choice(lengths) for _ in range(3)), rng.randint(0, 3), rng.choice((0, 0, 1, 2))
+        )
+        for _ in rank_of
+    )
+    edges = tuple(Edge(s, s + 1, has_gradient=rng.random() < 0.8) for s in range(len(rank_of) - 1))
+    objective = rng.choice(("span", "makespan"))
+    problem = Problem.of(
+        Profile(stages, edges, Link(rng.choice((0, 0, 1, 3)))), Placement(rank_of), m, None, objective
+    )
+    least = [least_headroom(problem, r, fusing=False) for r in range(problem.num_ranks)]
+    return problem.with_(caps=tuple(rng.choice((need, need, need + 1, None)) for need in least))
+
+
+def test_actions_without_length_keep_memory_and_equal_brute_force() -> None:
+    """Refutations too: none is shorter than the least, and one is as short."""
+    for k in range(60):
+        problem = timeless_problem(random.Random(k))
+        instance, least = Instance.of(problem), brute_force(problem)
+        result = solve_exact(instance, lower=0, time_limit_s=20)
+        assert result.value_ns == result.bound_ns == least, problem
+        assert result.codes is not None
+        assert fits(instance, result.codes)
+        assert refute(instance, least) is True
+        assert refute(instance, least + 1) is False
+
+
+def test_a_v_without_times_is_as_long_as_its_memory_makes_it() -> None:
+    """Four microbatches in turns of two: the orders of 12 ns that starts alone allow break the cap."""
+    stage = StageCost.simple(0, 0, 0, 1, 0)
+    problem = Problem.of(Profile.uniform(stage, 4, 3), Placement((0, 1, 1, 0)), 4, 6, "makespan")
+    two_less = problem.with_(caps=(None, None))
+    assert solve_exact(Instance.of(two_less), lower=0, time_limit_s=20).value_ns == 12
+    result = solve_exact(Instance.of(problem), lower=0, time_limit_s=60)
+    assert result.value_ns == result.bound_ns == 18
+    assert result.codes is not None
+    assert fits(Instance.of(problem), result.codes)
 
 
 @pytest.mark.parametrize(("p", "below", "above"), [(8, 449_600_000, 455_000_000), (16, 913_000_000, None)])

@@ -95,7 +95,7 @@ def _reached(instance: Instance, heads: list[int], value: int) -> tuple[bool, li
             instance.num_microbatches, instance.headroom[d] // saved if saved else instance.num_microbatches
         )
         count = min(most, at // forward) if forward else most
-        idle = at - count * forward if forward else 0
+        idle = at - count * forward
         if idle > allowed and count < most and allowed >= 0:
             count, idle = count + 1, 0
             at = count * forward

@@ -2,11 +2,13 @@
 
 The order is judged by `zbcompile.schedule.check` and its value by `simulate`. The bound is derived again from
 the problem's own numbers: sums of paths, windows and work by `zbcompile.planner.certify.derive`, bounds that
-a solver proved by asking it for an order shorter than the bound.
+a solver proved by asking it for an order shorter than the bound. Every number of the witness must be the one
+that is derived here, so that whoever adds them up by hand comes to the same sum.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -15,7 +17,7 @@ from typing import cast
 from zbcompile.errors import CheckError, UsageError
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.blocking_send import instant_links
-from zbcompile.planner.certify.derive import Derivation, Facts, Witness, derivations, rank_of, refuse
+from zbcompile.planner.certify.derive import Derivation, Facts, Witness, alike, derivations, rank_of, refuse
 from zbcompile.planner.core.instance import Instance, is_chain
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import StageCost
@@ -27,6 +29,9 @@ __all__ = ["Verified", "explain", "verify", "verify_certificate"]
 
 _MOST_ACTIONS = 7000
 """Largest step for which the exact model is built again."""
+
+_OUTERMOST = ("variants", "cp_sat", "crossing")
+"""Methods that prove no part of another bound."""
 
 _MOST_UNITS = 2**53
 """Most units of a grid in a bound: whole numbers that the solver can add up."""
@@ -85,7 +90,10 @@ def verify_certificate(solution: Solution, *, time_limit_s: float = 30.0) -> Ver
         raise refuse("the order has another value than certified", f"{value} ns", certificate.value_ns)
     out = Derivation()
     solver = _Solver(certificate.bound_ns, time_limit_s)
+    _check_choice(solution)
     total = _derive(problem, certificate.method, certificate.witness, out, solver, solution)
+    if total > value:
+        raise refuse(f"the {certificate.method} bound lies above this order", f"at most {value} ns", total)
     if total < certificate.bound_ns and not solver.out_of_time:
         raise refuse(
             f"the {certificate.method} bound does not follow from its witness",
@@ -136,6 +144,28 @@ def explain(solution: Solution) -> str:
     return "\n".join([*head, *found.lines, *tail]) + "\n"
 
 
+def _check_choice(solution: Solution) -> None:
+    """Test that the stages run as variants that were offered, and that the bound is for all that were."""
+    offered, method = solution.offered, solution.certificate.method
+    if offered is None:
+        if method == "variants":
+            raise refuse("the solution does not say which variants its stages offered", "the offered profile")
+        return
+    try:
+        chosen = offered.choose(solution.variants)
+    except UsageError as error:
+        raise refuse(f"the choice of variants is none of those offered: {error.what}") from None
+    for s, (stage, given) in enumerate(zip(chosen.stages, solution.problem.profile.stages, strict=True)):
+        if stage != given:
+            raise refuse(f"stage {s} does not run as the variant chosen", given=solution.variants[s])
+    if chosen != solution.problem.profile:
+        raise refuse("the problem's profile is not the one offered")
+    if method != "variants" and any(stage.variants for stage in offered.stages):
+        raise refuse(
+            "the bound is for the variants chosen, not for all that were offered", "variants", method
+        )
+
+
 class _Solver:
     """Time for bounds that a solver proved, and whether it was enough."""
 
@@ -160,13 +190,14 @@ def _derive(
     if simple is not None:
         part = Derivation(out.lines)
         simple(Facts(problem), witness, part)
+        part.compare(witness)
         return part.total
     if method == "blocking_send":
         return _blocking_send(problem, witness, out, solver)
     if method == "variants":
         return _variants(problem, witness, out, solver, solution)
     if method == "cp_sat":
-        return _cp_sat(problem, out, solver)
+        return _cp_sat(problem, witness, out, solver)
     if method == "crossing":
         return _crossing(problem, witness, out, solver)
     raise refuse(f"unknown method {method[:40]!r} for the {problem.objective}")
@@ -176,12 +207,16 @@ def _blocking_send(problem: Problem, witness: Witness, out: Derivation, solver: 
     """Derive a blocking-send bound: travel times belong to F and B, less one last message."""
     pair = instant_links(problem)
     method = witness.get("of")
-    if pair is None or not isinstance(method, str) or method == "blocking_send":
+    if pair is None or not isinstance(method, str) or method in ("blocking_send", *_OUTERMOST):
         raise refuse("sends hold up nobody here", given=method)
     out.note(
         f"{problem.transport}: every F and B counts with the travel time of what it sends; links are instant"
     )
-    total = _derive(pair[0], method, witness, out, solver, None)
+    inner = {name: value for name, value in witness.items() if name not in ("of", "last_message_ns")}
+    if not alike(witness.get("last_message_ns", pair[1]), pair[1]):
+        given = witness["last_message_ns"]
+        raise refuse("last_message_ns of the witness is not what follows", pair[1], given)
+    total = _derive(pair[0], method, inner, out, solver, None)
     out.add("a last message that nobody waits for", -pair[1])
     return max(0, total - pair[1])
 
@@ -190,16 +225,16 @@ def _variants(
     problem: Problem, witness: Witness, out: Derivation, solver: _Solver, solution: Solution | None
 ) -> int:
     """Derive a bound over variants: on one rank each of its levels, elsewhere the least of each cost."""
-    if solution is None:
+    if solution is None or solution.offered is None:
         raise refuse("variants inside another bound")
-    ways = _ways(problem, witness, solution.variants)
+    ways = [_ways(stage) for stage in solution.offered.stages]
     facts_rank = rank_of(Facts(problem), witness)
     stages = problem.placement.stages_of(facts_rank)
     low = [_least(row) for row in ways]
     levels = witness.get("levels")
     if not isinstance(levels, (list, tuple)):
         raise refuse("the witness's levels are no list")
-    seen, totals = set(), []
+    seen, totals, rows = set(), [], []
     for level in levels:
         if not isinstance(level, Mapping):
             raise refuse("a level of the witness is no record", given=level)
@@ -209,48 +244,38 @@ def _variants(
             costs = _chosen(costs, ways, stages, choice)
             seen.add(tuple(cast("list[int]", choice)))
         method, inner = level.get("method"), level.get("witness")
-        if not isinstance(method, str) or not isinstance(inner, Mapping) or method == "variants":
+        if not isinstance(method, str) or not isinstance(inner, Mapping) or method in _OUTERMOST:
             raise refuse("a level of the witness has no method", given=method)
         out.note(f"rank {facts_rank} at {'any level' if choice is None else f'level {choice}'}, by {method}:")
         hybrid = problem.with_(profile=replace(problem.profile, stages=tuple(costs)))
         totals.append(_derive(hybrid, method, inner, out, solver, None))
         out.note(f"{'=':>8} {totals[-1]:,} ns")
+        level_numbers = Derivation(
+            numbers={"choice": choice, "method": method, "bound_ns": totals[-1], "witness": inner}
+        )
+        level_numbers.compare(level)
+        rows.append(level)
     wanted = 1
     for s in stages:
         wanted *= len(ways[s])
     if not totals or (len(seen) < wanted and not any(level.get("choice") is None for level in levels)):
         raise refuse("the witness leaves out a level of its rank", wanted, len(seen))
+    costs_listed = [[_numbers(way) for way in row] for row in ways]
+    Derivation(numbers={"rank": facts_rank, "levels": rows, "costs": costs_listed}).compare(witness)
     out.note("the least of these holds for every assignment:")
     return min(totals)
 
 
-def _ways(problem: Problem, witness: Witness, variants: tuple[int, ...]) -> list[list[StageCost]]:
-    """Return every stage's ways to run as the witness lists them; the chosen one must be the problem's."""
-    rows = witness.get("costs")
-    if not isinstance(rows, (list, tuple)) or len(rows) != problem.num_stages:
-        raise refuse("the witness lists no costs per stage", problem.num_stages)
-    if len(variants) != problem.num_stages:
-        raise refuse("the solution names no variant per stage", problem.num_stages, len(variants))
-    result = []
-    for s, (row, stage) in enumerate(zip(rows, problem.profile.stages, strict=True)):
-        if not isinstance(row, (list, tuple)) or not row:
-            raise refuse(f"stage {s} has no costs in the witness")
-        ways = [_way(numbers, s, stage.static_bytes) for numbers in row]
-        if not 0 <= variants[s] < len(ways) or ways[variants[s]] != replace(stage, name="", variants=()):
-            raise refuse(f"stage {s} does not run as the variant that the witness lists", given=variants[s])
-        result.append(ways)
-    return result
+def _ways(stage: StageCost) -> list[StageCost]:
+    """Return a stage's ways to run, as it is first, without names."""
+    ways = (stage, *stage.variants)
+    return [replace(way, name="", variants=(), static_bytes=stage.static_bytes) for way in ways]
 
 
-def _way(numbers: object, stage: int, static_bytes: int) -> StageCost:
-    """Return one way to run from the numbers of the witness."""
-    if not isinstance(numbers, (list, tuple)) or len(numbers) != 6:
-        raise refuse(f"broken costs of stage {stage} in the witness", "six whole numbers", numbers)
-    f, b, w, both, saved, pending = numbers
-    try:
-        return StageCost(f, b, w, both, saved, pending, static_bytes)
-    except UsageError as error:
-        raise refuse(f"broken costs of stage {stage} in the witness: {error.what}") from None
+def _numbers(way: StageCost) -> list[int]:
+    """Return the costs of a way to run as a witness lists them."""
+    times = [way.forward_ns, way.backward_input_ns, way.backward_weight_ns, way.full_backward_ns]
+    return [*times, way.saved_bytes, way.saved_for_weight_bytes]
 
 
 def _least(ways: list[StageCost]) -> StageCost:
@@ -279,17 +304,24 @@ def _chosen(
     if not isinstance(choice, (list, tuple)) or len(choice) != len(stages):
         raise refuse("a level does not name a way per stage of the rank", len(stages), choice)
     for s, k in zip(stages, choice, strict=True):
-        if not isinstance(k, int) or not 0 <= k < len(ways[s]):
+        if type(k) is not int or not 0 <= k < len(ways[s]):
             raise refuse(f"stage {s} has no such way", f"0 to {len(ways[s]) - 1}", k)
         costs[s] = ways[s][k]
     return costs
 
 
-def _cp_sat(problem: Problem, out: Derivation, solver: _Solver) -> int:
+def _cp_sat(problem: Problem, witness: Witness, out: Derivation, solver: _Solver) -> int:
     """Prove a bound of the exact model: ask for anything shorter, and fail."""
-    from zbcompile.planner.exact.model import refute
+    from zbcompile.planner.exact.model import refute, split_is_exact
 
     instance, shorter = Instance.of(problem).relaxed(), None
+    exact = problem.transport == "async" and split_is_exact(Instance.of(problem))
+    known: dict[str, object] = {
+        "solver": "CP-SAT",
+        "model": "exact" if exact else "exact on costs that no fusing undercuts",
+        "actions": 3 * instance.num_stages * instance.num_microbatches,
+    }
+    Derivation(numbers=known).compare(witness)
     if solver.limit > 0 and 3 * instance.num_stages * instance.num_microbatches <= _MOST_ACTIONS:
         shorter = refute(instance, solver.target, time_limit_s=solver.limit)
     if shorter is False:
@@ -319,6 +351,9 @@ def _crossing(problem: Problem, witness: Witness, out: Derivation, solver: _Solv
     wanted = solver.target - head
     if wanted * grid[1] > _MOST_UNITS * grid[0]:
         raise refuse("the witness's grid is too fine", f"at most {_MOST_UNITS} units", grid)
+    known: dict[str, object] = {"solver": "CP-SAT", "rank": rank, "head_ns": head, "grid": grid}
+    known["units"] = _units(witness.get("units"), wanted, Fraction(grid[0], grid[1]))
+    Derivation(numbers=known).compare(witness)
     if solver.limit <= 0:
         return _without_solver(problem, out, solver)
     found = crossing_bound(
@@ -336,6 +371,13 @@ def _crossing(problem: Problem, witness: Witness, out: Derivation, solver: _Solv
     who = "the chain" if rank is None else f"rank {rank}"
     out.add(f"CP-SAT: times in units of {scale} ns, {who} takes no less than {wanted:,} ns", wanted)
     return solver.target
+
+
+def _units(given: object, wanted: int, grid: Fraction) -> int:
+    """Return the units of a grid that make up a bound, those given if they do: whole ns are rounded up."""
+    if type(given) is int and (given - 1) * grid < wanted <= math.ceil(given * grid):
+        return given
+    return math.ceil(wanted / grid)
 
 
 def _without_solver(problem: Problem, out: Derivation, solver: _Solver) -> int:

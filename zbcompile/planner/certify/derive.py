@@ -7,7 +7,7 @@ so that a fault there does not vouch for itself. All is for costs that no choice
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import cast
@@ -15,7 +15,7 @@ from typing import cast
 from zbcompile.errors import CheckError
 from zbcompile.schedule.problem import Problem
 
-__all__ = ["Derivation", "Facts", "derivations", "refuse"]
+__all__ = ["Derivation", "Facts", "alike", "derivations", "refuse"]
 
 Witness = Mapping[str, object]
 Node = tuple[str, int]
@@ -36,10 +36,13 @@ class Derivation:
         Text, a term a line.
     total
         The sum so far in ns.
+    numbers
+        What was derived, by the names that a witness gives it.
     """
 
     lines: list[str] = field(default_factory=list)
     total: int = 0
+    numbers: dict[str, object] = field(default_factory=dict)
 
     def add(self, text: str, term: int) -> None:
         """Add a term with its text."""
@@ -49,6 +52,33 @@ class Derivation:
     def note(self, text: str) -> None:
         """Add a line without a term."""
         self.lines.append(text)
+
+    def compare(self, witness: Witness) -> None:
+        """Refuse a witness that says anything else than what was derived, or more. It may say less."""
+        for name, given in witness.items():
+            if name not in self.numbers:
+                raise refuse(f"the witness says {name[:40]!r}, which is no part of its bound", given=given)
+            for place, needed, found in _differences(name, self.numbers[name], given):
+                raise refuse(f"{place} of the witness is not what follows", needed, found)
+
+
+def _differences(place: str, needed: object, given: object) -> Iterator[tuple[str, object, object]]:
+    """Yield where two JSON values differ: (place, value needed, value given)."""
+    if isinstance(needed, (list, tuple)) and isinstance(given, (list, tuple)):
+        if len(needed) != len(given):
+            yield place, f"{len(needed)} entries", len(given)
+            return
+        for k, (one, other) in enumerate(zip(needed, given, strict=True)):
+            yield from _differences(f"{place}[{k}]", one, other)
+    elif not alike(needed, given):
+        yield place, needed, given
+
+
+def alike(one: object, other: object) -> bool:
+    """Return whether two JSON values are the same; 1, 1.0 and true are three values, a tuple is a list."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return type(one) is type(other) and one == other
 
 
 class Facts:
@@ -184,16 +214,19 @@ def rank_of(facts: Facts, witness: Witness, name: str = "rank") -> int:
 def add_work(facts: Facts, rank: int, out: Derivation) -> None:
     """Add all work of a rank."""
     parts = " + ".join(f"{facts.f[s]} + {facts.b[s]} + {facts.w[s]}" for s in facts.stages_of[rank])
+    out.numbers["work_ns"] = facts.work(rank)
     out.add(f"work of rank {rank}: {facts.count} x ({parts})", facts.work(rank))
 
 
 def add_idle(facts: Facts, rank: int, witness: Witness, out: Derivation) -> None:
     """Add the idle time that memory and the round trip force on a rank."""
+    before = out.total
     if len(facts.stages_of[rank]) == 1:
         _add_windows(facts, rank, witness, out)
     else:
         _add_start_idle(facts, rank, out)
         _add_end_idle(facts, rank, witness, out)
+    out.numbers["idle_ns"] = out.total - before
 
 
 def _add_windows(facts: Facts, rank: int, witness: Witness, out: Derivation) -> None:
@@ -202,46 +235,55 @@ def _add_windows(facts: Facts, rank: int, witness: Witness, out: Derivation) -> 
     trip = facts.way(("F", s), ("B", s))
     assert trip is not None
     fits = m if facts.saved[s] == 0 else min(m, headroom // facts.saved[s])
+    out.numbers.update(round_trip_ns=trip, microbatches_that_fit=fits)
+    rows: list[list[object]] = []
+    out.numbers["windows"] = rows
     windows = witness.get("windows", ())
     if not isinstance(windows, (list, tuple)):
         raise refuse("the witness's windows are no list", given=windows)
+    if windows and fits < 1:
+        raise refuse("a window on a rank that no microbatch fits on", given=windows)
     if windows:
         out.note(f"        way round from F to B of stage {s}: {trip:,} ns; {fits} microbatches fit")
     before = 1 - fits
     for row in windows:
         i = row[0] if isinstance(row, (list, tuple)) and row else None
-        if not isinstance(i, int) or not 1 <= i <= m:
+        if type(i) is not int or not 1 <= i <= m:
             raise refuse("a window names no microbatch", f"1 to {m}", row)
         if i - before < fits:
             raise refuse("two windows overlap", f"{fits} microbatches apart", [before, i])
         before = i
         forwards = min(fits, m - i + 1)
-        others, weights, most = _fullest(facts, rank, s, i, fits)
+        fillings = list(_fillings(facts, rank, s, i, fits))
+        most = max(time for _, _, time in fillings)
+        fullest = [(flying, waiting) for flying, waiting, time in fillings if time == most]
+        flying, waiting = next((pair for pair in fullest if alike(pair, row[2:4])), fullest[0])
+        idle = max(0, trip - forwards * facts.f[s] - most)
+        rows.append([i, forwards, flying, waiting, idle])
         out.add(
-            f"window of microbatch {i}: {trip} - {forwards} F - {others} other B and W - {weights} W",
-            max(0, trip - forwards * facts.f[s] - most),
+            f"window of microbatch {i}: {trip} - {forwards} F - {flying - 1} other B and W - {waiting} W",
+            idle,
         )
 
 
-def _fullest(facts: Facts, rank: int, s: int, i: int, fits: int) -> tuple[int, int, int]:
-    """Return the fullest window i: (other B's with their W's, W's already waiting, their time)."""
-    best = (0, 0, -1)
+def _fillings(facts: Facts, rank: int, s: int, i: int, fits: int) -> Iterator[tuple[int, int, int]]:
+    """Yield what window i can hold: (microbatches in flight, W's already waiting, time of other B's and W's).
+
+    The W's that wait are as many as fit. Fewer of them take less time, or none where W has no length.
+    """
     for flying in range(1, min(fits, i) + 1):
         left = facts.headroom[rank] - flying * facts.saved[s]
         waiting = i - flying
         if facts.pending[s]:
             waiting = min(waiting, left // facts.pending[s])
-        time = (flying - 1) * (facts.b[s] + facts.w[s]) + waiting * facts.w[s]
-        if time > best[2]:
-            best = (flying - 1, waiting, time)
-    return best
+        yield flying, waiting, (flying - 1) * (facts.b[s] + facts.w[s]) + waiting * facts.w[s]
 
 
 def _add_start_idle(facts: Facts, rank: int, out: Derivation) -> None:
     """Add the idle time before a rank's first B."""
     row = facts.stages_of[rank]
     ways = [[facts.way(("F", a), ("B", s)) or 0 for a in row] for s in row]
-    windows = [("B", min(max(to) for to in ways), row)]
+    windows = [("B", min(max(to) for to in ways), tuple(row))]
     for s in row:
         if all(facts.way(("F", s), ("B", a)) is not None for a in row):
             others = tuple(a for a in row if facts.way(("F", s), ("F", a)) is None)
@@ -251,13 +293,17 @@ def _add_start_idle(facts: Facts, rank: int, out: Derivation) -> None:
     for event, length, held in windows:
         items = [(facts.f[s], facts.saved[s], facts.count) for s in held]
         forward = facts.most_time(items, facts.headroom[rank])
-        idles.append((max(0, length - forward), event, length, forward))
-    idle, event, length, forward = max(idles, key=lambda entry: entry[0])
+        idles.append((max(0, length - forward), event, length, forward, held))
+    idle, event, length, forward, held = max(idles, key=lambda entry: entry[0])
+    out.numbers.update(
+        start_window_ns=length, start_stages=held, start_forward_ns=forward, start_idle_ns=idle
+    )
     out.add(f"idle before the first {event} of rank {rank}: way {length} - F's that fit {forward}", idle)
 
 
 def _add_end_idle(facts: Facts, rank: int, witness: Witness, out: Derivation) -> None:
     """Add the idle time between the last B of two stages that the witness names."""
+    out.numbers["end_idle_ns"] = 0
     pair = witness.get("end_stages")
     if pair is None:
         return
@@ -265,7 +311,7 @@ def _add_end_idle(facts: Facts, rank: int, witness: Witness, out: Derivation) ->
     if (
         not isinstance(pair, (list, tuple))
         or len(pair) != 2
-        or not set(pair) <= set(row)
+        or not all(type(s) is int and s in row for s in pair)
         or pair[0] == pair[1]
     ):
         raise refuse("the witness's end stages are not two stages of the rank", list(row), pair)
@@ -278,14 +324,23 @@ def _add_end_idle(facts: Facts, rank: int, witness: Witness, out: Derivation) ->
         or any(facts.way(("B", s), ("B", upper)) is None for s in others)
     ):
         raise refuse(f"B of stage {upper} does not come after the rank's other work", given=list(pair))
-    most = 0
+    times = [0]
     for flying in range(1, facts.count + 1):
         headroom = facts.headroom[rank] - flying * facts.saved[lower]
         if headroom < 0:
             break
         time = (flying - 1) * (facts.b[lower] + facts.w[lower]) + facts.waiting_time(rank, headroom)
-        most = max(most, time)
-    length = way - facts.b[upper]
+        times.append(time)
+    most, length = max(times), way - facts.b[upper]
+    fullest = [flying for flying, time in enumerate(times) if time == most and flying] or [1]
+    given = witness.get("end_in_flight")
+    out.numbers.update(
+        end_stages=[upper, lower],
+        end_window_ns=length,
+        end_in_flight=given if type(given) is int and given in fullest else fullest[-1],
+        end_work_ns=most,
+        end_idle_ns=max(0, length - most),
+    )
     out.add(
         f"idle between the last B of stages {upper} and {lower}: {length} - work that fits {most}",
         max(0, length - most),
@@ -295,6 +350,7 @@ def _add_end_idle(facts: Facts, rank: int, witness: Witness, out: Derivation) ->
 def _rank_work(facts: Facts, witness: Witness, out: Derivation) -> None:
     """Add the work and the idle time of one rank."""
     rank = rank_of(facts, witness)
+    out.numbers["rank"] = rank
     add_work(facts, rank, out)
     add_idle(facts, rank, witness, out)
 
@@ -314,6 +370,7 @@ def _area(facts: Facts, witness: Witness, out: Derivation) -> None:
             f" + {facts.w[s]} ns x {facts.pending[s]} bytes"
         )
         area += facts.count * held
+    out.numbers.update(rank=rank, byte_ns=area, headroom_bytes=facts.headroom[rank])
     out.add(
         f"{area:,} byte ns of {facts.count} microbatches over {facts.headroom[rank]:,} bytes of rank {rank}",
         -(-area // facts.headroom[rank]),
@@ -329,17 +386,22 @@ def _enclosing(facts: Facts, witness: Witness, out: Derivation) -> None:
     down, up = facts.way(("F", x), ("F", y)), facts.way(("B", q), ("B", z))
     if down is None or up is None:
         raise refuse("no way leads from the outer rank to the inner and back", given=[outer, inner])
+    trailing, back = facts.trailing(inner), up - facts.b[q] + facts.b[z] + facts.w[z]
+    out.numbers.update(outer_rank=outer, inner_rank=inner, way_there_ns=down)
+    out.numbers.update(trailing_weight_ns=trailing, way_back_ns=back)
     out.add(f"F's from rank {outer} to rank {inner}", down)
     add_work(facts, inner, out)
     add_idle(facts, inner, witness, out)
-    out.add(f"W's that rank {inner} may leave behind its last B", -facts.trailing(inner))
-    out.add(f"B's back to rank {outer} and its last W", up - facts.b[q] + facts.b[z] + facts.w[z])
+    out.add(f"W's that rank {inner} may leave behind its last B", -trailing)
+    out.add(f"B's back to rank {outer} and its last W", back)
 
 
 def _head_and_work(facts: Facts, witness: Witness, out: Derivation) -> None:
     """Add the F's before a rank's first F, then its work and idle time."""
     rank = rank_of(facts, witness)
-    out.add(f"F's before the first F of rank {rank}", min(facts.head(s) for s in facts.stages_of[rank]))
+    head = min(facts.head(s) for s in facts.stages_of[rank])
+    out.numbers["head_ns"] = head
+    out.add(f"F's before the first F of rank {rank}", head)
     _rank_work(facts, witness, out)
 
 
@@ -347,9 +409,10 @@ def _head_work_and_tail(facts: Facts, witness: Witness, out: Derivation) -> None
     """Add the same, less the W's that can be left, and what follows the rank's last B."""
     rank = rank_of(facts, witness)
     _head_and_work(facts, witness, out)
-    out.add(f"W's that rank {rank} may leave behind its last B", -facts.trailing(rank))
-    last = facts.last(rank)
+    trailing, last = facts.trailing(rank), facts.last(rank)
     assert last is not None
+    out.numbers.update(trailing_weight_ns=trailing, tail_ns=facts.after(last))
+    out.add(f"W's that rank {rank} may leave behind its last B", -trailing)
     out.add(f"B's and a W after the last B of stage {last}", facts.after(last))
 
 
@@ -361,6 +424,7 @@ def _one_microbatch(facts: Facts, witness: Witness, out: Derivation) -> None:
         for (kind, s), length in facts.far(("F", a)).items()
         if kind == "B"
     )
+    out.numbers["path_ns"] = best
     out.add("longest way of one microbatch through the model", best)
 
 
@@ -378,7 +442,9 @@ def _warmup(facts: Facts, witness: Witness, out: Derivation) -> None:
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _first_backwards(facts, middle)[-1][-1] >= 0 else (middle + 1, high)
-    for d, least, forwards, idle, spare in _first_backwards(facts, low - 1) if low else []:
+    steps = _first_backwards(facts, low - 1) if low else []
+    out.numbers["steps_one_ns_below"] = [[*step[:4], step[3] + step[4]] for step in steps]
+    for d, least, forwards, idle, spare in steps:
         out.note(
             f"        rank {d}, with one ns less: B(1) at {least} or later, {forwards} F before it,"
             f" idle {idle} of {idle + spare}"

@@ -186,7 +186,7 @@ def crossing_bound(
     paths = Paths.of(coarse)
     lower = coarse.work(d) + memory_window_bound(coarse, paths.f_to_b(d, d), d).idle_ns
     if lower > upper:
-        return Crossing(upper_ns, rank, grid, lower, True, 0.0)
+        return Crossing(upper_ns, rank, grid, upper + 1, True, 0.0)
     lower = min(upper, max(lower, int(known_ns / grid)))
     model = WholeChain(coarse, lower, upper) if rank is None else OneRank(coarse, rank, lower, upper)
     found = model.solve(solver or cp_model.CpSolver(), time_limit_s, seed)

@@ -4,23 +4,33 @@ Variables: the start of every F, B and W; per rank the booleans "X(j) is before 
 The k-th of each (kind, stage) is microbatch k. Fusing is not in the model: it is exact where
 `Instance.relaxed` equals the problem's own costs; else its orders are valid, and its bound is taken on the
 relaxed costs.
+
+Actions without length. Of two actions that start together, one of them without length, starts do not say
+which comes first, and memory depends on it. So where one of a problem's Z actions has no length, all times
+and lags count K = Z + 1 fold and each action without length takes 1. An order of value v then has a value
+from K v to K v + Z: start every action at K times its start, plus one for each action without length before
+it in the order. So K v + Z is asked for where v is, and what is found divides by K.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ortools.sat.python import cp_model
 
 from zbcompile.planner.core.instance import B, Codes, F, Instance, Op, W
 from zbcompile.planner.core.latest_starts import latest_starts
 from zbcompile.planner.core.paths import NO_PATH, Paths
-from zbcompile.planner.core.score import value_of
+from zbcompile.planner.core.score import fits, value_of
 from zbcompile.planner.exact.solver import run
 
 __all__ = ["ExactResult", "ask_below", "exact_unit", "refute", "solve_exact", "split_is_exact"]
+
+
+_MOST_TICKS = 1 << 60
+"""Longest horizon of a model: the solver adds in 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,34 +74,90 @@ def exact_unit(instance: Instance) -> int:
     return math.gcd(*instance.forward, *instance.backward, *instance.weight, *lags) or 1
 
 
-class _Model:
-    """The model of one problem.
+@dataclass(frozen=True, slots=True)
+class Ticks:
+    """A problem in whole ticks in which every action has a length, and what its values say about ns.
 
     Attributes
     ----------
+    instance
+        The problem with its times in ticks.
     unit
         The largest time in ns that divides all times.
+    factor
+        Ticks per unit (K): 1 where every action has a length, else more than ``spare``.
+    spare
+        Actions without length in a step (Z), each a tick long here.
+    """
+
+    instance: Instance
+    unit: int
+    factor: int
+    spare: int
+
+    @staticmethod
+    def of(instance: Instance) -> Ticks:
+        """Count a problem's times in ticks."""
+        times = (*instance.forward, *instance.backward, *instance.weight)
+        unit, spare = exact_unit(instance), instance.num_microbatches * times.count(0)
+        factor = spare + 1
+
+        def lengths(values: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(value // unit * factor or 1 for value in values)
+
+        def lags(rows: tuple[tuple[tuple[int, int], ...], ...]) -> tuple[tuple[tuple[int, int], ...], ...]:
+            return tuple(tuple((other, lag // unit * factor) for other, lag in row) for row in rows)
+
+        ticking = replace(
+            instance,
+            forward=lengths(instance.forward),
+            backward=lengths(instance.backward),
+            weight=lengths(instance.weight),
+            forward_from=lags(instance.forward_from),
+            backward_from=lags(instance.backward_from),
+        )
+        return Ticks(ticking, unit, factor, spare)
+
+    def least(self, value_ns: int) -> int:
+        """Return the least value in ticks of an order of at least ``value_ns``."""
+        return -(-value_ns // self.unit) * self.factor
+
+    def most(self, value_ns: int) -> int:
+        """Return the most ticks that the best starts of an order of at most ``value_ns`` take."""
+        return value_ns // self.unit * self.factor + self.spare
+
+    def bound_ns(self, ticks: int) -> int:
+        """Return a lower bound in ns from one in ticks."""
+        return -(-(ticks - self.spare) // self.factor) * self.unit
+
+
+class _Model:
+    """The model of one problem in ticks.
+
+    Attributes
+    ----------
     model
         The CP-SAT model.
     start, before
-        Its variables: starts in units, and whether one action comes before another.
+        Its variables: starts, and whether one action comes before another.
     value
-        The objective in units.
+        The objective.
+    in_reach
+        Whether a single microbatch ends within the horizon. If not, the model says nothing: no order does.
     """
 
     def __init__(self, instance: Instance, horizon: int, lower: int) -> None:
         self.instance, self.paths = instance, Paths.of(instance)
         self.times = (instance.forward, instance.backward, instance.weight)
-        self.unit = exact_unit(instance)
         self.model = cp_model.CpModel()
-        self.horizon = -(-horizon // self.unit)
+        self.horizon, self.in_reach = horizon, True
         self.start = {op: self._start_variable(op) for op in self._ops()}
         self.before: dict[tuple[Op, Op], cp_model.IntVar] = {}
         self._dependencies()
         for rank in range(instance.num_ranks):
             self._one_at_a_time(rank)
             self._memory(rank)
-        self.value = self.model.new_int_var(-(-lower // self.unit), self.horizon, "value")
+        self.value = self.model.new_int_var(min(lower, horizon), horizon, "value")
         self._objective()
 
     def _ops(self) -> Iterator[Op]:
@@ -101,8 +167,8 @@ class _Model:
                     yield kind, s, i
 
     def length(self, op: Op) -> int:
-        """Return the duration of an action in units."""
-        return self.times[op[0]][op[1]] // self.unit
+        """Return the duration of an action."""
+        return self.times[op[0]][op[1]]
 
     def end(self, op: Op) -> cp_model.LinearExpr:
         """Return the end of an action."""
@@ -112,7 +178,9 @@ class _Model:
         kind, s, _ = op
         head = self.paths.head[s if kind == F else self.instance.num_stages + s]
         head += self.instance.backward[s] if kind == W else 0
-        return self.model.new_int_var(-(-head // self.unit), self.horizon - self.length(op), f"{op}")
+        latest = self.horizon - self.length(op)
+        self.in_reach = self.in_reach and head <= latest
+        return self.model.new_int_var(head, max(head, latest), f"{op}")
 
     def _dependencies(self) -> None:
         instance, add = self.instance, self.model.add
@@ -124,9 +192,9 @@ class _Model:
                     for kind in (F, B, W):
                         add(self.start[kind, s, i] >= self.end((kind, s, i - 1)))
                 for other, lag in instance.forward_from[s]:
-                    add(self.start[F, s, i] >= self.end((F, other, i)) + lag // self.unit)
+                    add(self.start[F, s, i] >= self.end((F, other, i)) + lag)
                 for other, lag in instance.backward_from[s]:
-                    add(self.start[B, s, i] >= self.end((B, other, i)) + lag // self.unit)
+                    add(self.start[B, s, i] >= self.end((B, other, i)) + lag)
 
     def _rank_ops(self, rank: int, *kinds: int) -> list[Op]:
         return [
@@ -203,24 +271,16 @@ class _Model:
         """Give a complete, feasible hint: every start and every boolean of a known order."""
         starts = latest_starts(self.instance, codes)
         for op, variable in self.start.items():
-            self.model.add_hint(variable, starts[op] // self.unit)
+            self.model.add_hint(variable, starts[op])
         for (a, b), literal in self.before.items():
-            self.model.add_hint(literal, starts[a] < starts[b] or (starts[a] == starts[b] and a < b))
+            self.model.add_hint(literal, starts[a] < starts[b])
 
     def codes(self, solver: cp_model.CpSolver) -> Codes:
-        """Return the order of a solution.
-
-        Actions without length that start together run along the path of a microbatch: F's down the stages,
-        then B's up, on all ranks alike, so that none waits in a circle.
-        """
+        """Return the order of a solution. Every action has a length, so no two of a rank start together."""
         rows = []
-
-        def along(op: Op) -> int:
-            return op[1] if op[0] == F else -op[1]
-
         for rank in range(self.instance.num_ranks):
             ops = self._rank_ops(rank, F, B, W)
-            ops.sort(key=lambda op: (solver.value(self.start[op]), self.length(op), op[2], op[0], along(op)))
+            ops.sort(key=lambda op: solver.value(self.start[op]))
             rows.append([(kind, s) for kind, s, _ in ops])
         return rows
 
@@ -323,8 +383,14 @@ def _run(
     instance: Instance, lower: int, upper: int, hint: Codes | None, time_limit_s: float, seed: int
 ) -> ExactResult:
     """Ask for an order with a value from ``lower`` to ``upper``, as short as possible."""
-    built = _Model(instance, safe_horizon(instance, upper), lower)
-    built.model.add(built.value <= upper // built.unit)
+    ticks = Ticks.of(instance)
+    horizon = safe_horizon(ticks.instance, ticks.least(upper) + ticks.spare)
+    if horizon > _MOST_TICKS:
+        return ExactResult(None, None, lower, False, 0.0)
+    built = _Model(ticks.instance, horizon, ticks.least(lower))
+    if not built.in_reach:
+        return ExactResult(None, None, upper + 1, True, 0.0)
+    built.model.add(built.value <= ticks.most(upper))
     if hint is not None:
         built.hint(hint)
     solver = cp_model.CpSolver()
@@ -336,9 +402,9 @@ def _run(
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         codes = built.codes(solver)
         value = value_of(instance, codes)
-        if value is None:
-            raise ArithmeticError("the solver's order deadlocks: a fault of the model")
-        bound = math.ceil(solver.best_objective_bound - 1e-6) * built.unit
+        if value is None or not fits(instance, codes):
+            raise ArithmeticError("the solver's order deadlocks or exceeds a cap: a fault of the model")
+        bound = ticks.bound_ns(math.ceil(solver.best_objective_bound - 1e-6))
         return ExactResult(codes, value, max(lower, bound), status == cp_model.OPTIMAL, seconds)
     bound = upper + 1 if status == cp_model.INFEASIBLE else lower
     return ExactResult(None, None, bound, status == cp_model.INFEASIBLE, seconds)

@@ -261,9 +261,11 @@ class _Search:
                         self.codes, mean = codes, other
 
     def hand_over(self) -> None:
-        """Among orders of the best value, give back the one that ties were settled for."""
-        if self.score is not None and self.score[0] == self.incumbent.value:
-            self.incumbent.codes = self.codes
+        """Among orders of the best value, give back the one that ties were settled for, as what it is."""
+        if self.score is None or self.score[0] != self.incumbent.value:
+            return
+        if self.codes != self.incumbent.codes:
+            self.incumbent.codes, self.incumbent.origin = self.codes, "split or fuse"
 
 
 def _splits(codes: Codes) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 
 from zbcompile.planner.bounds.warmup import warmup_forwards
-from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W, is_chain
+from zbcompile.planner.core.instance import BW, B, Codes, F, Fusing, Instance, W, is_chain
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.incumbent import Incumbent
 from zbcompile.planner.starts import classic
 from zbcompile.planner.starts.list_schedule import Recipe, list_schedule, mixed_limits, standard_limits
+from zbcompile.schedule.one_microbatch import OneMicrobatch
 
 __all__ = ["one_at_a_time", "try_classic", "try_list_schedules"]
 
@@ -17,22 +18,31 @@ _LONG = 30_000
 _THETAS = (100, 75, 50, 125, 25, 150, 0, 200)
 
 
-def one_at_a_time(instance: Instance) -> Codes:
-    """Return the order that runs one microbatch after the other: it fits wherever anything fits.
+def one_at_a_time(instance: Instance, *, fusing: bool = True) -> Codes:
+    """Return an order that runs one microbatch after the other: it fits wherever anything fits.
 
-    A stage runs fused where M_W > M_B or where a BW is shorter than B and W.
+    All F's come first where that fits. A stage runs fused, if it may, where M_W > M_B or where a BW is
+    shorter than B and W.
     """
-    rows: Codes = []
-    for stages in instance.stages_of:
-        row = [(F, s) for s in stages]
-        for s in reversed(stages):
-            wide = (
-                instance.pending[s] > instance.saved[s]
-                or instance.fused[s] < instance.backward[s] + instance.weight[s]
-            )
-            row.extend([(BW, s)] if wide else [(B, s), (W, s)])
-        rows.append(row * instance.num_microbatches)
-    return rows
+    one = OneMicrobatch(
+        instance.rank_of,
+        instance.saved,
+        (0,) * instance.num_stages if fusing else instance.pending,
+        tuple(tuple(other for other, _ in row) for row in instance.forward_from),
+        tuple(tuple(other for other, _ in row) for row in instance.backward_from),
+    )
+    order = one.forwards_first()
+    if any(peak > room for peak, room in zip(one.peaks(order), instance.headroom, strict=True)):
+        order = one.fit(instance.headroom).order or order
+    rows: Codes = [[] for _ in instance.stages_of]
+    for backward, s in order:
+        wide = fusing and (
+            instance.pending[s] > instance.saved[s]
+            or instance.fused[s] < instance.backward[s] + instance.weight[s]
+        )
+        split = [(B, s), (W, s)]
+        rows[instance.rank_of[s]] += ([(BW, s)] if wide else split) if backward else [(F, s)]
+    return [row * instance.num_microbatches for row in rows]
 
 
 def try_classic(incumbent: Incumbent) -> None:
@@ -46,7 +56,8 @@ def try_classic(incumbent: Incumbent) -> None:
         if incumbent.offer(codes, f"classic {name}") and (long or incumbent.proved):
             return
     if incumbent.codes is None:
-        incumbent.offer(one_at_a_time(instance), "one microbatch at a time")
+        fusing = incumbent.fusing is not Fusing.NEVER
+        incumbent.offer(one_at_a_time(instance, fusing=fusing), "one microbatch at a time")
 
 
 def try_list_schedules(incumbent: Incumbent, tries: int, seed: int) -> None:

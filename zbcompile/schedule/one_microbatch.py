@@ -1,0 +1,278 @@
+"""One microbatch through all stages: in which order its bytes fit on every rank.
+
+Any order that fits, with all actions but those of one microbatch taken out, is an order of that microbatch
+that fits. And such an order, run once per microbatch, fits for any number of them. So caps leave room for
+some order exactly if they do so for one microbatch.
+
+A step is the F of a stage or its backward, BW or B directly followed by W: both at once, or W at once, holds
+least. F adds M_B; the backward takes it away, and a B that does not fuse holds M_W until its W ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zbcompile.schedule.problem import Problem
+
+__all__ = ["Fit", "OneMicrobatch", "Step"]
+
+Step = tuple[bool, int]
+"""Whether it is a backward, and the stage."""
+
+_MOST_STATES = 20_000
+"""States that a search visits before it gives up. A chain of stages has one per F."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a search found.
+
+    Attributes
+    ----------
+    order
+        Steps of all ranks in one sequence that fits, or None if none was found.
+    searched_all
+        Whether every sequence was looked at, so that none found means that there is none.
+    next_bytes
+        The fewest bytes above the headroom of the rank asked about that a step would have needed. With less
+        than these the search would find nothing more. None: no step of that rank lacked bytes.
+    states
+        States visited.
+    """
+
+    order: list[Step] | None
+    searched_all: bool
+    next_bytes: int | None
+    states: int
+
+
+@dataclass(frozen=True, slots=True)
+class OneMicrobatch:
+    """Bytes and dependencies of one microbatch.
+
+    Attributes
+    ----------
+    rank_of
+        The rank of every stage.
+    saved
+        M_B per stage in bytes.
+    pending
+        Bytes per stage that its backward holds for W: 0 where it may fuse, else M_W.
+    forward_from, backward_from
+        Per stage, the stages whose F its F, or whose backward its backward, waits for.
+    """
+
+    rank_of: tuple[int, ...]
+    saved: tuple[int, ...]
+    pending: tuple[int, ...]
+    forward_from: tuple[tuple[int, ...], ...]
+    backward_from: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(problem: Problem, *, fusing: bool = True) -> OneMicrobatch:
+        """Collect them from a problem; ``fusing``: whether backwards may be fused."""
+        stages = problem.profile.stages
+        forward: list[list[int]] = [[] for _ in stages]
+        backward: list[list[int]] = [[] for _ in stages]
+        for edge in problem.profile.edges:
+            forward[edge.target].append(edge.source)
+            if edge.has_gradient:
+                backward[edge.source].append(edge.target)
+        return OneMicrobatch(
+            problem.placement.rank_of,
+            tuple(stage.saved_bytes for stage in stages),
+            tuple(0 if fusing else stage.saved_for_weight_bytes for stage in stages),
+            tuple(map(tuple, forward)),
+            tuple(map(tuple, backward)),
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return max(self.rank_of) + 1
+
+    def forwards_first(self) -> list[Step]:
+        """Return all F's from the first stage on, then all backwards from the last."""
+        stages = range(len(self.rank_of))
+        return [*((False, s) for s in stages), *((True, s) for s in reversed(stages))]
+
+    def peaks(self, order: Sequence[Step]) -> list[int]:
+        """Return the most bytes that every rank holds along an order."""
+        held, peak = [0] * self.num_ranks, [0] * self.num_ranks
+        for backward, s in order:
+            rank = self.rank_of[s]
+            held[rank] += -self.saved[s] if backward else self.saved[s]
+            peak[rank] = max(peak[rank], held[rank] + (self.pending[s] if backward else 0))
+        return peak
+
+    def fit(self, headroom: Sequence[int | None], watched: int | None = None) -> Fit:
+        """Look for an order within some bytes per rank.
+
+        Parameters
+        ----------
+        headroom
+            Bytes per rank, None for no limit.
+        watched
+            The rank for which `Fit.next_bytes` is wanted.
+        """
+        return _Search(self, headroom, watched).run()
+
+    def forced_bytes(self, rank: int) -> int:
+        """Return bytes that a rank holds in every order: when some F starts, with all that must wait for it.
+
+        When F of stage s starts, the M_B of each stage is held whose F comes before and whose backward comes
+        after it in every order.
+        """
+        count = len(self.rank_of)
+        before = [0] * (2 * count)
+        for s in range(count):
+            for source in self.forward_from[s]:
+                before[s] |= before[source] | 1 << source
+        for s in range(count - 1, -1, -1):
+            before[count + s] = before[s] | 1 << s
+            for target in self.backward_from[s]:
+                before[count + s] |= before[count + target]
+        own = [s for s in range(count) if self.rank_of[s] == rank]
+        most = 0
+        for s in own:
+            around = sum(self.saved[t] for t in own if before[s] >> t & 1 and before[count + t] >> s & 1)
+            most = max(most, self.saved[s] + around, self.pending[s])
+        return most
+
+
+Trail = tuple[int, "Trail"] | None
+"""Steps done, last first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Where an order stands.
+
+    Attributes
+    ----------
+    done
+        Bit set of the steps done: F of stage s is bit s, its backward bit S + s.
+    held
+        Bytes per rank.
+    ready
+        Steps not done whose predecessors are.
+    trail
+        The steps done.
+    """
+
+    done: int
+    held: tuple[int, ...]
+    ready: frozenset[int]
+    trail: Trail
+
+
+class _Search:
+    """Depth-first over the order of the F's that lack bytes somewhere; all else runs as soon as it can.
+
+    A backward that fits only frees bytes, and an F on a rank that can hold all of its stages at once costs
+    nothing: so both run at once. Where every backward fits at all times, and an F with the backwards that it
+    makes ready leaves no rank with more bytes than before, it runs at once too: whatever ran without it runs
+    after it.
+    """
+
+    def __init__(self, one: OneMicrobatch, headroom: Sequence[int | None], watched: int | None) -> None:
+        self.one, self.watched = one, watched
+        self.next_bytes: int | None = None
+        self.count = count = len(one.rank_of)
+        whole = [0] * one.num_ranks
+        for s, rank in enumerate(one.rank_of):
+            whole[rank] += one.saved[s]
+        pending = max(one.pending, default=0)
+        self.limit = [whole[r] + pending if h is None else h for r, h in enumerate(headroom)]
+        self.roomy = [limit >= whole[r] + pending for r, limit in enumerate(self.limit)]
+        self.only_frees = all(w <= b for w, b in zip(one.pending, one.saved, strict=True))
+        self.waits = [0] * (2 * count)
+        self.after: list[list[int]] = [[] for _ in range(2 * count)]
+        for s in range(count):
+            for source in one.forward_from[s]:
+                self._wait(s, source)
+            self._wait(count + s, s)
+            for target in one.backward_from[s]:
+                self._wait(count + s, count + target)
+
+    def _wait(self, node: int, before: int) -> None:
+        self.waits[node] |= 1 << before
+        self.after[before].append(node)
+
+    def _fits(self, node: int, held: Sequence[int]) -> bool:
+        """Return whether a step fits, and note what it lacks on the watched rank."""
+        backward, s = node >= self.count, node % self.count
+        rank = self.one.rank_of[s]
+        change = self.one.pending[s] - self.one.saved[s] if backward else self.one.saved[s]
+        if change <= 0 and backward:
+            return True
+        needed = held[rank] + change
+        if needed <= self.limit[rank]:
+            return True
+        if rank == self.watched and (self.next_bytes is None or needed < self.next_bytes):
+            self.next_bytes = needed
+        return False
+
+    def _at_once(self, node: int, held: Sequence[int]) -> bool:
+        """Return whether a ready step can only help."""
+        if node < self.count:
+            return self.roomy[self.one.rank_of[node]]
+        return self._fits(node, held)
+
+    def _after(self, state: _State, node: int | None) -> _State:
+        """Return the state after a step and all that then runs at once."""
+        one, count = self.one, self.count
+        done, held, ready, trail = state.done, list(state.held), set(state.ready), state.trail
+        queue = [] if node is None else [node]
+        while True:
+            if not queue:
+                queue = sorted(n for n in ready if self._at_once(n, held))
+                if not queue:
+                    return _State(done, tuple(held), frozenset(ready), trail)
+            n = queue.pop()
+            s = n % count
+            done |= 1 << n
+            ready.discard(n)
+            trail = (n, trail)
+            held[one.rank_of[s]] += one.saved[s] if n < count else -one.saved[s]
+            for other in self.after[n]:
+                if self.waits[other] & ~done == 0:
+                    ready.add(other)
+
+    def run(self) -> Fit:
+        """Search until an order is found, nothing is left, or too much was looked at."""
+        first = frozenset(n for n in range(self.count) if not self.waits[n])
+        start = self._after(_State(0, (0,) * self.one.num_ranks, first, None), None)
+        stack, seen = [start], {start.done}
+        while stack:
+            state = stack.pop()
+            if state.done == (1 << 2 * self.count) - 1:
+                return Fit(self._order(state.trail), True, self.next_bytes, len(seen))
+            if len(seen) > _MOST_STATES:
+                return Fit(None, False, self.next_bytes, len(seen))
+            stack.extend(self._choices(state, seen))
+        return Fit(None, True, self.next_bytes, len(seen))
+
+    def _choices(self, state: _State, seen: set[int]) -> list[_State]:
+        """Return the states after each F that fits, the one with the fewest bytes held last."""
+        found = []
+        for node in sorted(state.ready):
+            if node >= self.count or not self._fits(node, state.held):
+                continue
+            after = self._after(state, node)
+            fresh = after.done not in seen
+            seen.add(after.done)
+            if self.only_frees and all(a <= b for a, b in zip(after.held, state.held, strict=True)):
+                return [after] if fresh else []
+            if fresh:
+                found.append(after)
+        return sorted(found, key=lambda after: (sum(after.held), after.done), reverse=True)
+
+    def _order(self, trail: Trail) -> list[Step]:
+        """Return the steps of a trail, first to last."""
+        order = []
+        while trail is not None:
+            node, trail = trail
+            order.append((node >= self.count, node % self.count))
+        return order[::-1]
