@@ -116,11 +116,12 @@ class DistributedCalls:
         self.known_to_all = error
         return error
 
-    def error(self) -> PipelineError:
+    def error(self, *, built: bool = True) -> PipelineError:
         """Return the error of the failure, or of the refusal, that ended the call of this rank."""
         watchdog = self.watchdog
         if watchdog.failed is not None or watchdog.refused is None:
-            return PipelineError((watchdog.failed or "the call was interrupted") + _NO_MORE)
+            failed = watchdog.failed or "the call was interrupted"
+            return PipelineError(failed + _NO_MORE if built else failed)
         late = watchdog.refused.call < watchdog.call and not watchdog.told
         note, self._note, watchdog.told = self._note, "", True
         return PipelineError(watchdog.refused.reason + (_LATE if late else note + _GOES_ON))
@@ -254,7 +255,7 @@ class DistributedCall:
         """Tell the other ranks of an error, if they do not know; return what is raised instead of it, or None."""
         watchdog, rank = self._watchdog, self._watchdog.rank
         if isinstance(error, Ended):
-            return self._calls.error()
+            return self._calls.error(built=not self._own_error)
         name = type(error).__name__
         if not isinstance(error, Exception):
             doing = watchdog.now_doing()
@@ -268,4 +269,4 @@ class DistributedCall:
                 watchdog.fail(f"rank {rank} failed in {self._words}: {name}: {error}")
                 return None
             watchdog.fail(str(error) if isinstance(error, PipelineError) else f"{name}: {error} (rank {rank})")
-        return self._calls.error()
+        return self._calls.error(built=not self._own_error)
