@@ -73,6 +73,9 @@ class StoreThread:
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
             question, future = item
+            if self.gone:
+                future.set_exception(StoreError("the store is gone"))
+                continue
             self._asked_at = time.monotonic()
             try:
                 answer = question(self._store)

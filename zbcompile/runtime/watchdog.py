@@ -247,7 +247,7 @@ class Watchdog:
             try:
                 state = self._states().get(peer)
             except StoreError:
-                self._end(self._store_fault())
+                self._end_without_store()
             else:
                 gone = _CLOSED if state is not None and state[2] == _CLOSED else "is gone"
                 self.fail(f"rank {peer} {gone}: its connection closed while rank {self.rank} {words}")
@@ -255,7 +255,7 @@ class Watchdog:
 
     def lost_store(self) -> NoReturn:
         """End the call because the store has failed. Raises `Ended`."""
-        self._end(self._store_fault())
+        self._end_without_store()
         raise Ended
 
     def stop(self) -> None:
@@ -279,6 +279,13 @@ class Watchdog:
         except StoreError:
             return self._store_fault()
         return None if first is None else first.reason
+
+    def _end_without_store(self) -> None:
+        """End the pipeline here; the others are told when the store answers again."""
+        reason = self._store_fault()
+        start, event = self._news_read, Event(True, self.rank, self.call, reason)
+        self.store.submit(lambda store: tell(store, start, event))
+        self._end(reason)
 
     def _store_fault(self) -> str:
         return _GONE if self.store.gone else _SILENT
@@ -336,11 +343,11 @@ class Watchdog:
             try:
                 reason = self._diagnose(doing)
             except StoreError:
-                self._end(self._store_fault())
+                self._end_without_store()
             else:
                 self.fail(reason)
         elif self._silent_s > self.limit_s and self.inside:
-            self._end(_SILENT)
+            self._end_without_store()
 
     def _read_news(self, passed_s: float) -> None:
         """Ask for news, and act on those that have come."""
