@@ -399,7 +399,9 @@ class Pipeline(Sequence[Stage]):
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
-            raise UsageError("the pipeline is closed", fix="compile another one, or close it after the last step")
+            raise UsageError(
+                "the pipeline is closed", fix="compile another one, or close it after the last step"
+            )
 
     def _trained(self) -> nn.Module:
         return with_loss(self._options.model, self._options.loss_fn)

@@ -1,4 +1,4 @@
-"""A process is killed, stopped or interrupted at random: all living ranks end in time, with its name, or rightly.
+"""A process is killed, stopped or interrupted at random: all others end in time and by name, or rightly.
 
 ``make kill`` tries 100 points; the suite tries 10. `KillPoint.of(seed)` is one of them:
 ``make kill KILL_POINTS=1 KILL_SEED=seed`` tries it again.
@@ -16,7 +16,10 @@ from tests.support.kill_points import LIMIT_S, RANKS, KillPoint, live
 from zbcompile.runtime.launch import Outcome, spawn_outcomes
 
 LATEST_S = LIMIT_S + 3.0
-"""From the signal to the last error."""
+"""From the signal to the last error, where the others wait for the rank at once."""
+
+BUSY_S = {"build": 4.0, "first eval": 2.0}
+"""Seconds for which the others may still be busy themselves, on a loaded machine."""
 
 AT_ONCE = 2
 """Points that are tried at the same time."""
@@ -57,7 +60,9 @@ def tried(point: KillPoint, folder: Path) -> tuple[KillPoint, float, list[str], 
             continue
         seen = outcome.value
         ends.append(seen["kind"] or "right")
-        faults += [f"rank {outcome.rank}: {fault}" for fault in wrong_with(point, outcome, seen["at"] - sent_at)]
+        faults += [
+            f"rank {outcome.rank}: {fault}" for fault in wrong_with(point, outcome, seen["at"] - sent_at)
+        ]
         if outcome.rank != point.rank:
             late = max(late, seen["at"] - sent_at)
     return point, late, ends, faults
@@ -78,8 +83,12 @@ def wrong_with(point: KillPoint, outcome: Outcome, late: float) -> list[str]:
         keeper = point.rank == 0 and point.rank_0_keeps_store
         if not (keeper and "the key-value store of the process group" in text):
             faults.append(f"does not name rank {point.rank}: {text}")
-    if not own and late > LATEST_S:
+    if not own and late > LATEST_S + BUSY_S.get(point.phase, 0.0):
         faults.append(f"ended {late:.1f} s after the signal: {text}")
-    if seen["again"] is not None and seen["again"][0] not in ("PipelineError", "UsageError"):
+    if (
+        seen["again"] is not None
+        and seen["built"]
+        and seen["again"][0] not in ("PipelineError", "UsageError")
+    ):
         faults.append(f"then {seen['again']}")
     return faults

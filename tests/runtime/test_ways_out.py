@@ -1,4 +1,4 @@
-"""Every way out of a call: which error which rank raises, what it leaves behind, and whether the next step runs."""
+"""Every way out of a call: who raises what, what is left behind, and whether the next step runs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ def test_an_error_in_a_step_is_told_to_all_and_ends_the_pipeline(played: Found, 
     assert f"rank {bad}" in text
     assert "no further step of this pipeline can run" in text
     own = records[bad]["first"]
-    assert own.kind == (name if name in ("KeyboardInterrupt", "SystemExit", "GeneratorExit") else "PipelineError")
+    assert own.kind == (
+        name if name in ("KeyboardInterrupt", "SystemExit", "GeneratorExit") else "PipelineError"
+    )
     for record in records:
         assert record["gradients"] == 0
         assert record["buffers"]
@@ -137,7 +139,9 @@ def test_a_batch_that_all_refuse_does_not_end_the_pipeline(played: Found) -> Non
     right(records)
 
 
-@pytest.mark.parametrize(("scene", "bad"), [("refused by one", (1,)), ("refused by two, three times", (0, 2))])
+@pytest.mark.parametrize(
+    ("scene", "bad"), [("refused by one", (1,)), ("refused by two, three times", (0, 2))]
+)
 def test_a_batch_that_some_refuse_does_not_end_the_pipeline(
     played: Found, scene: str, bad: tuple[int, ...]
 ) -> None:

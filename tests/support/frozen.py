@@ -40,7 +40,9 @@ def stand_still(rank: int, port: int, where: str) -> dict[str, Any]:
         pipeline.step(x, target=y)
         pipeline.synchronize()
     with failing(place, name, rank == 0, freeze):
-        seen: Seen = attempt(lambda: pipeline.eval(x) if where == "evaluation" else pipeline.step(x, target=y))
+        seen: Seen = attempt(
+            lambda: pipeline.eval(x) if where == "evaluation" else pipeline.step(x, target=y)
+        )
     again = attempt(lambda: pipeline.step(x, target=y)) if where != "build" else None
     return {"seen": seen, "again": again, "stopped_at": times[0]}
 

@@ -156,9 +156,7 @@ def large_and_small(rank: int) -> list[int]:
     costs = Profile((StageCost.simple(1_000_000, 1_000_000, 1_000_000, 2, 1),) * 4, edges)
     planned = lower(plan(Problem.of(costs, Placement.v(2), 6), time_limit_s=1.0), merge=True)
     spec = PipelineSpec(sleeping_stages(costs, torch.device("cpu")), planned.schedule.placement, 6)
-    runner = DistributedRunner(
-        PipelineGroup(None, 30.0), spec, planned.programs()[rank], torch.device("cpu")
-    )
+    runner = DistributedRunner(PipelineGroup(None, 30.0), spec, planned.programs()[rank], torch.device("cpu"))
     for step in range(2):
         runner.run(Step([[] for _ in range(6)], step), {})
     runner.synchronize()

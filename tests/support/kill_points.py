@@ -28,7 +28,7 @@ PHASES = {"build": 2.5, "first step": 0.5, "step": 0.1, "first eval": 1.0, "eval
 
 @dataclass(frozen=True)
 class KillPoint:
-    """Which signal is sent to which rank, how long after the beginning of which phase, and who keeps the store."""
+    """Which signal is sent to which rank, how long after which phase began, and who keeps the store."""
 
     seed: int
     signal: str
@@ -64,7 +64,9 @@ class Run:
         """Begin a phase."""
         if self.armed and name == self.point.phase:
             pid, point = os.getpid(), self.point
-            script = f"sleep {point.delay_s:.3f}; date +%s.%N > {self.folder}/sent; kill -{point.signal} {pid}"
+            script = (
+                f"sleep {point.delay_s:.3f}; date +%s.%N > {self.folder}/sent; kill -{point.signal} {pid}"
+            )
             if point.signal == "STOP":
                 script += f"; sleep {STILL_S}; kill -CONT {pid}"
             self.sender = subprocess.Popen(["sh", "-c", script])
@@ -115,12 +117,14 @@ def live(rank: int, point: KillPoint, folder: str) -> dict[str, Any]:
     with Run(rank, point, folder) as run:
         seen = attempt(whole)
         ended = time.time()
+        built = pipeline._compiled is not None
         again = attempt(step) if seen.kind else None
         attempt(pipeline.close)
     return {
         "kind": seen.kind,
         "text": seen.text,
         "at": ended,
+        "built": built,
         "right": right[0],
         "again": None if again is None else (again.kind, again.text),
     }

@@ -478,6 +478,6 @@ def options_differ(rank: int) -> dict[str, Seen]:
         def build(options: dict[str, Any] = options) -> None:
             make_pipeline(example_args=(x,), example_target=y, **options)
 
-        with mock.patch.object(build_module, "build_stages", lambda *args, **kwargs: staged):
+        with mock.patch.object(build_module, "build_stages", return_value=staged):
             found[name] = attempt(build)
     return found

@@ -98,7 +98,7 @@ class CompiledPipeline:
         self.runner.connect()
 
     def run_step(self, batch: Batch, loss_scale: float, keep_results: bool) -> StepResult:
-        """Run one step. Gradients, buffers and the step's number change together at its end, or not at all."""
+        """Run one step. Gradients, buffers and the step's number change together at its end, or not."""
         with self.runner.call(f"step {self.step_number}") as call:
             with call.checks():
                 microbatches = self.call.microbatches(batch)
@@ -150,7 +150,7 @@ class CompiledPipeline:
         return json.dumps([self.step_number, list(self._evaluations)])
 
     def _follow_others(self, states: Sequence[str]) -> None:
-        """Take over the step's number, and keep the evaluations that all ranks have, in the order of rank 0."""
+        """Take over the step's number, and keep the evaluations that all ranks have, in rank 0's order."""
         rows = [json.loads(state) for state in states]
         self.step_number = max(row[0] for row in rows)
         kept = [key for key in rows[0][1] if all(key in row[1] for row in rows)]

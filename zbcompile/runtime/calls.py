@@ -1,6 +1,6 @@
 """The calls of a pipeline - its build, steps, evaluations and meetings - and how each of them may end.
 
-All ranks make the same calls in the same order, without meeting between them. A call ends in one of these ways:
+All ranks make the same calls in the same order, without meeting between them. A call ends in one of these:
 
 =================  ========================================  ===========================================
 what happened      on this rank                              on every other rank that is still in the call
@@ -28,7 +28,7 @@ from zbcompile.runtime.meetings import Meetings
 from zbcompile.runtime.signals import deferred_signals
 from zbcompile.runtime.watchdog import Ended, Watchdog, shielded
 
-__all__ = ["Call", "Calls", "DistributedCalls", "LocalCall"]
+__all__ = ["Call", "DistributedCall", "DistributedCalls", "LocalCall"]
 
 _NO_MORE = "\n  no further step of this pipeline can run"
 _GOES_ON = "\n  nothing of it was kept; the next step can run"
@@ -79,6 +79,8 @@ class DistributedCalls:
     ----------
     watchdog, meetings
         Of the rank.
+    may_keep_store
+        Whether the key-value store may live in this process, and end with it.
 
     Attributes
     ----------
@@ -90,8 +92,8 @@ class DistributedCalls:
         Gets what all ranks told, by rank.
     """
 
-    def __init__(self, watchdog: Watchdog, meetings: Meetings) -> None:
-        self.watchdog, self.meetings = watchdog, meetings
+    def __init__(self, watchdog: Watchdog, meetings: Meetings, may_keep_store: bool) -> None:
+        self.watchdog, self.meetings, self.may_keep_store = watchdog, meetings, may_keep_store
         self.renewals = 0
         self.own_state: Callable[[], str] = str
         self.on_settled: Callable[[list[str]], None] = len  # type: ignore[assignment]
@@ -245,6 +247,8 @@ class DistributedCall:
                 except Ended as ended:
                     error = ended
             instead = None if error is None else self._instead_of(error)
+            if self._watchdog.failed is not None and self._calls.may_keep_store:
+                self._watchdog.linger()
         finally:
             self._open = False
             self._watchdog.leave()
@@ -252,7 +256,7 @@ class DistributedCall:
             raise instead from (None if isinstance(error, Ended) else error)
 
     def _instead_of(self, error: BaseException) -> PipelineError | None:
-        """Tell the other ranks of an error, if they do not know; return what is raised instead of it, or None."""
+        """Tell the other ranks of an error, if they do not know; return what is raised instead, or None."""
         watchdog, rank = self._watchdog, self._watchdog.rank
         if isinstance(error, Ended):
             return self._calls.error(built=not self._own_error)
@@ -268,5 +272,7 @@ class DistributedCall:
             if self._own_error:
                 watchdog.fail(f"rank {rank} failed in {self._words}: {name}: {error}")
                 return None
-            watchdog.fail(str(error) if isinstance(error, PipelineError) else f"{name}: {error} (rank {rank})")
+            watchdog.fail(
+                str(error) if isinstance(error, PipelineError) else f"{name}: {error} (rank {rank})"
+            )
         return self._calls.error(built=not self._own_error)

@@ -12,6 +12,7 @@ from zbcompile.runtime.calls import Call
 from zbcompile.runtime.channels.channel import Ticket, describe
 from zbcompile.runtime.channels.gloo import BrokenChannelError, GlooChannels
 from zbcompile.runtime.channels.nccl import NcclChannels
+from zbcompile.runtime.doing import NOBODY, Doing
 from zbcompile.runtime.executor import failure
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.program import Program
@@ -20,7 +21,6 @@ from zbcompile.runtime.runner import Runner
 from zbcompile.runtime.spec import PipelineSpec, Step
 from zbcompile.runtime.verbs import Rank
 from zbcompile.runtime.wait import Wait
-from zbcompile.runtime.watchdog import Doing
 from zbcompile.schedule.ir import Action
 
 __all__ = ["DistributedRunner"]
@@ -111,7 +111,7 @@ class DistributedRunner(Runner):
         if end is None or end.running is None:
             return None
         kind, stage, microbatch = end.running
-        return Doing(f"runs {stage}{kind.letter}{microbatch}", -1, end.running_since)
+        return Doing(f"runs {stage}{kind.letter}{microbatch}", NOBODY, end.running_since)
 
     def synchronize(self) -> None:
         """Return when every rank has come here. Raises `PipelineError` if one has failed."""

@@ -22,9 +22,10 @@ from zbcompile.errors import PipelineError, UsageError
 from zbcompile.runtime import torch_private
 from zbcompile.runtime.calls import DistributedCalls
 from zbcompile.runtime.connections import FOREVER, Tripwire, break_connections, leave_group
+from zbcompile.runtime.doing import ANY_RANK
 from zbcompile.runtime.meetings import Meetings
 from zbcompile.runtime.news import Event
-from zbcompile.runtime.watchdog import ANY_RANK, Watchdog
+from zbcompile.runtime.watchdog import Watchdog
 
 __all__ = ["PipelineGroup"]
 
@@ -81,8 +82,8 @@ class PipelineGroup:
         store = PrefixStore(self.name, torch_private.own_store())
         self.watchdog = Watchdog(store, self.rank, self.size, stall_limit_s)
         self._meetings = Meetings(self.watchdog)
-        self.calls = DistributedCalls(self.watchdog, self._meetings)
-        self._closed = False
+        self.calls = DistributedCalls(self.watchdog, self._meetings, dist.get_rank() == 0)
+        self._closed = self._control_broken = False
         atexit.register(self.close)  # before the interpreter's end, where its threads would be in the way
         self.control: ProcessGroup | None = None
         self._tripwire: Tripwire | None = None
@@ -255,11 +256,12 @@ class PipelineGroup:
 
     def _break_control(self, fatal: bool) -> None:
         if fatal and self.control is not None:
+            self._control_broken = True
             break_connections(self.control)
 
     def _note_lost(self, peer: int) -> None:
         """Let the ranks that wait for ``peer`` know that its process has ended."""
-        if not (self._closed or self.watchdog.failed or self.watchdog.store.gone):
+        if not self._control_broken:
             self.watchdog.store.submit(lambda store: store.set(f"lost/{peer}", "1"))
 
     def require_size(self, wanted: int | None) -> None:

@@ -142,7 +142,9 @@ def _loopback_store() -> TCPStore:
     """Return a store that only this machine can reach: by itself it would listen on all addresses."""
     with socket.create_server((_LOOPBACK, 0)) as server:
         port = server.getsockname()[1]
-        return TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+        return TCPStore(
+            _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+        )
 
 
 def _loopback_interface() -> str | None:

@@ -19,8 +19,9 @@ from typing import TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
+from zbcompile.runtime.doing import Doing
 from zbcompile.runtime.store_thread import StoreError
-from zbcompile.runtime.watchdog import Doing, Watchdog
+from zbcompile.runtime.watchdog import Watchdog
 
 __all__ = ["Meetings"]
 

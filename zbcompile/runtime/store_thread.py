@@ -1,7 +1,7 @@
 """Calls of a process group's key-value store from a thread of their own: a store may never answer.
 
-`torch.distributed.TCPStore` blocks without a limit when the process that keeps it stands still. Nobody but this
-thread therefore asks the store; everybody else waits for the thread, with a limit.
+`torch.distributed.TCPStore` blocks without a limit when the process that keeps it stands still. Nobody but
+this thread therefore asks the store; everybody else waits for the thread, with a limit.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StoreThread:
 
     @property
     def asked_at(self) -> float | None:
-        """When the question that is not answered yet was asked, on the monotonic clock; None: there is none."""
+        """When the question without an answer was asked, on the monotonic clock; None: there is none."""
         return self._asked_at
 
     def stop(self) -> None:

@@ -1,37 +1,34 @@
 """The watchdog: one error on all ranks when one fails, and who waits for whom when they stand still.
 
-Every rank has a thread that reads the news of all ranks (`zbcompile.runtime.news`) ten times a second. The first
-rank that fails writes why; the others read it, close their connections so that nobody waits for them, and end
-the call that they are in. A rank that waits for longer than a moment publishes what for; the first one that
-passes the limit follows the chain of waits and names its root. The store itself is asked by another thread, so
-that the limit holds when the process that keeps it stands still.
+Every rank has a thread that reads the news of all ranks (`zbcompile.runtime.news`) ten times a second. The
+first rank that fails writes why; the others read it, close their connections so that nobody waits for them, and
+end the call that they are in. The first rank whose wait passes the limit names its root
+(`zbcompile.runtime.doing`). The store itself is asked by another thread, so that the limit holds when the
+process that keeps it stands still.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import NoReturn, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
+from zbcompile.runtime.doing import CLOSED, NOBODY, Doing, State, chain_of_waits, publish, read_states
 from zbcompile.runtime.news import Event, read_news, tell
 from zbcompile.runtime.store_thread import StoreError, StoreThread
 
-__all__ = ["ANY_RANK", "Doing", "Ended", "Watchdog", "shielded"]
+__all__ = ["Ended", "Watchdog", "shielded"]
 
 POLL_S = 0.1
 """Seconds between two looks at the news."""
 
-ANY_RANK = -2
-"""The peer of a wait for no rank in particular."""
-
-_NOBODY = -1
 _GRACE_S = 0.6
 """Seconds that a rank whose connection broke waits for another rank's reason."""
 
@@ -43,6 +40,9 @@ _SILENT_S = 1.0
 
 _GENTLE_S = 2.0
 """Seconds that a rank which traces or plans has to come to the end of that step by itself."""
+
+_LINGER_S = 1.5
+"""Seconds that the keeper of the store stays after a failure, so that all ranks can read why."""
 
 _AGAIN_S = 0.5
 """Seconds between two interrupts of a call that does not end."""
@@ -67,28 +67,6 @@ def shielded(function: F) -> F:
     """Let no interrupt of the watchdog end this function."""
     _SHIELDED.add(function.__code__)
     return function
-
-
-@dataclass(frozen=True, slots=True)
-class Doing:
-    """What a rank's main thread does.
-
-    Attributes
-    ----------
-    words
-        The action or the wait, in words.
-    peer
-        The rank waited for; `ANY_RANK`; or -1, if it waits for none.
-    since
-        When it began, in seconds of the monotonic clock.
-    extra_s
-        Seconds beyond the stall limit that it may take.
-    """
-
-    words: str
-    peer: int
-    since: float
-    extra_s: float = 0.0
 
 
 class Ended(BaseException):
@@ -166,7 +144,7 @@ class Watchdog:
             self.call += counted
             self.inside, self.ended, self.gentle = True, self.failed is not None, False
             self._ended_s = 0.0
-            self.doing, self._runner_doing = Doing(words, _NOBODY, time.monotonic()), None
+            self.doing, self._runner_doing = Doing(words, NOBODY, time.monotonic()), None
             later, self._later = self._later, []
             for event in later:
                 self._refuse(event)
@@ -217,12 +195,12 @@ class Watchdog:
     # What went wrong.
 
     def fail(self, reason: str) -> None:
-        """Tell all ranks why the pipeline has failed; ``failed`` is then the first reason, the same on all."""
+        """Tell all ranks why the pipeline has failed. ``failed`` is then the first reason, alike on all."""
         event = Event(True, self.rank, self.call, reason)
         self._end(self._tell(event) or reason)
 
     def refuse(self, reason: str, *, told: bool) -> None:
-        """Tell all ranks, unless they know, that this one has refused its call before it sent a message of it."""
+        """Tell all ranks, unless they know, that this one has refused its call before its first message."""
         event = Event(False, self.rank, self.call, reason)
         with self.lock:
             self.refused, self.told = self.refused or event, True
@@ -249,9 +227,20 @@ class Watchdog:
             except StoreError:
                 self._end_without_store()
             else:
-                gone = _CLOSED if state is not None and state[2] == _CLOSED else "is gone"
+                gone = CLOSED if state is not None and state[2] == CLOSED else "is gone"
                 self.fail(f"rank {peer} {gone}: its connection closed while rank {self.rank} {words}")
         raise Ended
+
+    def linger(self) -> None:
+        """Wait a moment after a failure until the others know, because this process may keep the store."""
+        deadline = time.monotonic() + _LINGER_S
+        with contextlib.suppress(StoreError):
+            while not self.store.ask(self._all_know, _LINGER_S) and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    def _all_know(self, store: Store) -> bool:
+        ranks = (rank for rank in range(self.size) if rank != self.rank)
+        return all(store.check([f"knows/{rank}"]) or store.check([f"lost/{rank}"]) for rank in ranks)
 
     def lost_store(self) -> NoReturn:
         """End the call because the store has failed. Raises `Ended`."""
@@ -264,11 +253,9 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout=2.0)
         if not self.store.gone and self.store.asked_at is None:
-            question = _publish(self.rank, f"{_NOBODY}|0|{_CLOSED}")
-            try:
+            question = publish(self.rank, f"{NOBODY}|0|{CLOSED}")
+            with contextlib.suppress(StoreError):
                 self.store.ask(question, _ANSWER_S)
-            except StoreError:
-                pass
         self.store.stop()
 
     def _tell(self, event: Event) -> str | None:
@@ -308,6 +295,7 @@ class Watchdog:
                 self.failed = reason
             self.ended = self.inside
         if first:
+            self.store.submit(lambda store: store.set(f"knows/{self.rank}", "1"))
             self._close_connections(True)
             self._interrupt_main()
 
@@ -338,10 +326,10 @@ class Watchdog:
             self._age += passed_s
         self._seen = doing
         self._publish_doing(doing)
-        waits = doing is not None and doing.peer != _NOBODY
+        waits = doing is not None and doing.peer != NOBODY
         if doing is not None and waits and self._age > self.limit_s + doing.extra_s:
             try:
-                reason = self._diagnose(doing)
+                reason = chain_of_waits(self.rank, doing, self._age, self.size, self._states())
             except StoreError:
                 self._end_without_store()
             else:
@@ -400,57 +388,13 @@ class Watchdog:
 
     def _publish_doing(self, doing: Doing | None) -> None:
         slow = doing is not None and self._age >= min(1.0, self.limit_s / 4)
-        text = f"{doing.peer}|{self._age:.1f}|{doing.words}" if doing is not None and slow else ""
+        text = doing.text(self._age) if doing is not None and slow else ""
         if text != self._published and not self.store.gone and self._silent_s == 0.0:
             self._published = text
-            self.store.submit(_publish(self.rank, text or "-"))
+            self.store.submit(publish(self.rank, text or "-"))
 
-    def _states(self) -> dict[int, tuple[int, str, str]]:
+    def _states(self) -> dict[int, State]:
         """Return what the ranks have published: rank -> (rank waited for, seconds, words)."""
         if self._silent_s >= _SILENT_S:
             raise StoreError("it has been silent for a while")
-        return self.store.ask(lambda store: _read_states(store, self.size), _ANSWER_S)
-
-    def _diagnose(self, doing: Doing) -> str:
-        """Return in words who waits for whom, from this rank to a rank that does not wait."""
-        states = self._states()
-        chain, peer, root = [self.rank], doing.peer, ""
-        while not root:
-            if peer == ANY_RANK:
-                peer = next((r for r in range(self.size) if r not in states and r != self.rank), self.rank)
-            if peer in chain:
-                root = f"a circle, closed by rank {peer}"
-                break
-            chain.append(peer)
-            state = states.get(peer)
-            if state is None:
-                root = (
-                    f"rank {peer} is in no action that it knows of (outside a step, ended, or not reachable)"
-                )
-            elif state[0] != _NOBODY:
-                peer = state[0]
-            else:
-                root = f"rank {peer} {state[2]} for {state[1]} s"
-        path = " -> ".join(map(str, chain))
-        return f"stalled: rank {self.rank} {doing.words} for {self._age:.1f} s; chain {path}; root: {root}"
-
-
-_CLOSED = "has closed the pipeline"
-
-
-def _publish(rank: int, text: str) -> Callable[[Store], None]:
-    def question(store: Store) -> None:
-        store.set(f"doing/{rank}", text)
-
-    return question
-
-
-def _read_states(store: Store, size: int) -> dict[int, tuple[int, str, str]]:
-    found: dict[int, tuple[int, str, str]] = {}
-    for rank in range(size):
-        key = f"doing/{rank}"
-        if store.check([key]):
-            parts = store.get(key).decode().split("|", 2)
-            if len(parts) == 3:
-                found[rank] = (int(parts[0]), parts[1], parts[2])
-    return found
+        return self.store.ask(lambda store: read_states(store, self.size), _ANSWER_S)
