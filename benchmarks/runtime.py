@@ -114,7 +114,7 @@ def our_steps(
     """The same for our runtime."""
     device = torch.device("cpu")
     setup = PipelineSpec(sleeping_stages(costs, device), schedule.placement, schedule.num_microbatches)
-    runner = DistributedRunner(PipelineGroup(None, 60.0), setup, texts[rank], device, 60.0)
+    runner = DistributedRunner(PipelineGroup(None, 60.0), setup, texts[rank], device)
     found = []
     for _ in range(ROUNDS + 1):
         dist.barrier()
@@ -123,6 +123,7 @@ def our_steps(
         used = time.process_time() - used
         found.append((_latest(time.perf_counter() - begin), _latest(used)))
     runner.close()
+    runner.group.close()
     return found[1:]
 
 

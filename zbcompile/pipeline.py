@@ -211,8 +211,8 @@ class Pipeline(Sequence[Stage]):
     def __init__(self, options: CompileOptions, observer: Observer) -> None:
         self._options, self._observer = options, observer
         self._compiled: CompiledPipeline | None = None
-        self.step_number = 0
-        """Number of the next step; with the seed it chooses the dropout masks. Set it to repeat a step."""
+        self._step_number = 0
+        self._closed = False
         self.loss_scale = 1.0
         """Gradient of each microbatch's loss (a gradient scaler's scale)."""
 
@@ -222,9 +222,28 @@ class Pipeline(Sequence[Stage]):
         return self
 
     def _build(self, batch: Batch) -> CompiledPipeline:
+        self._refuse_if_closed()
         if self._compiled is None:
-            self._compiled = build(self._options, batch, self._observer)
+            compiled = build(self._options, batch, self._observer)
+            compiled.step_number = self._step_number
+            self._compiled = compiled
         return self._compiled
+
+    @property
+    def step_number(self) -> int:
+        """Number of the next step; with the seed it chooses the dropout masks. Set it to repeat a step."""
+        return self._step_number if self._compiled is None else self._compiled.step_number
+
+    @step_number.setter
+    def step_number(self, number: int) -> None:
+        self._step_number = number
+        if self._compiled is not None:
+            self._compiled.step_number = number
+
+    @property
+    def failed(self) -> str | None:
+        """Why no further step can run, or None. After a batch that was refused, the next step can run."""
+        return None if self._compiled is None else self._compiled.failed
 
     def step(
         self,
@@ -259,7 +278,13 @@ class Pipeline(Sequence[Stage]):
         ShapeError, UsageError
             The call differs from the one compiled for; raised before the first message.
         PipelineError
-            A rank failed; the same error on every rank.
+            Another rank refused its batch, and the next step can run; or a rank failed, and no further step
+            can (see `failed`). The same error on every rank that is in the step; a rank that had finished it
+            raises in its next step, or in `synchronize`.
+
+        Notes
+        -----
+        A step that raises leaves no gradient, and buffers as they were before it.
         """
         batch = Batch(args, kwargs, target)
         compiled = self._build(batch)
@@ -273,15 +298,14 @@ class Pipeline(Sequence[Stage]):
                 "the loss depends on no parameter that requires a gradient",
                 fix="let a parameter require a gradient, or call eval()",
             )
-        result = compiled.run_step(batch, self.step_number, self.loss_scale, return_outputs)
-        self.step_number += 1
-        return _handed_out(result, losses)
+        return _handed_out(compiled.run_step(batch, self.loss_scale, return_outputs), losses)
 
     def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
         """Run forward only, in evaluation mode (no dropout, running statistics), without gradients.
 
         The batch may have another size than in training; it is cut into as many microbatches if that
-        divides it. Parameters, result and errors are those of `step`.
+        divides it. The forms of the last few batches stay compiled. Parameters, result and errors are those
+        of `step`.
         """
         batch = Batch(args, kwargs, target)
         return _handed_out(self._build(batch).run_eval(batch), losses)
@@ -292,14 +316,17 @@ class Pipeline(Sequence[Stage]):
         With one process per rank this is a collective call. In one process the ranks took turns, so
         durations are real and the ranks never overlap.
         """
+        self._refuse_if_closed()
         return self._ready().timeline()
 
     def synchronize(self) -> None:
         """Return when every rank has finished its steps so far; raise `PipelineError` when one has failed."""
+        self._refuse_if_closed()
         self._ready().runner.synchronize()
 
     def close(self) -> None:
-        """End the watchdog and leave the pipeline's process groups."""
+        """End the watchdog and leave the pipeline's process groups. No step can run afterwards."""
+        self._closed = True
         if self._compiled is not None:
             self._compiled.close()
 
@@ -369,6 +396,12 @@ class Pipeline(Sequence[Stage]):
         """Forget all gradients of this process."""
         for parameter in self.parameters():
             parameter.grad = None
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise UsageError(
+                "the pipeline is closed", fix="compile another one, or close it after the last step"
+            )
 
     def _trained(self) -> nn.Module:
         return with_loss(self._options.model, self._options.loss_fn)

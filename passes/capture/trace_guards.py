@@ -128,7 +128,8 @@ def _chosen_attention(func: _Function, args: tuple[object, ...], given: Mapping[
     on_cpu = isinstance(query, Tensor) and query.device.type == "cpu"
     is_attention = func is F.scaled_dot_product_attention
     if is_attention and on_cpu and (flash or math):
-        kernel: _Function = func if flash else torch_private.math_attention  # flash is the first choice there anyway
+        # Flash is the first choice on a CPU anyway.
+        kernel: _Function = func if flash else torch_private.math_attention
         return kernel(*args, **given)
     raise CaptureError(
         "cannot capture a choice of attention kernels inside the model (sdpa_kernel)",

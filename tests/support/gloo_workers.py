@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.support.hand_stages import hand_batch, hand_case, hand_reference, hand_stages, hand_state
-from zbcompile.compiler.load import make_runner
 from zbcompile.compiler.lower import lower
 from zbcompile.passes.lower.codegen import emit
 from zbcompile.passes.lower.insert_comm import insert_comm
@@ -89,20 +88,22 @@ def train(
     schedule, profile = one_f_one_b(), sleeping_profile()
     bad = rank == faulty_rank
     problem, schedule, texts = plan_texts(schedule, profile)
-    group = PipelineGroup(None, 30.0)
+    group = PipelineGroup(None, limit_s)
     counted = Path(folder) / f"steps-{rank}"
     counted.write_text("0")
-    group.agree({"plan": str(schedule) + ("!" if bad and fault == "different" else "")})
+    with group.calls.building("the test"):
+        group.agree({"plan": str(schedule) + ("!" if bad and fault == "different" else "")})
     stages: tuple[Any, ...] = sleeping_stages(profile, torch.device("cpu"))
     if bad:
         stages = (*stages[:rank], Faulty(rank, profile, fault), *stages[rank + 1 :])
     spec = PipelineSpec(stages, schedule.placement, schedule.num_microbatches)
-    runner = DistributedRunner(group, spec, texts[rank], torch.device("cpu"), limit_s)
+    runner = DistributedRunner(group, spec, texts[rank], torch.device("cpu"))
     for step in range(NUM_STEPS):
         runner.run(Step([[] for _ in range(NUM_MICROBATCHES)], step), {})
         counted.write_text(str(step + 1))
     runner.synchronize()
     runner.close()
+    group.close()
     return "finished"
 
 
@@ -131,9 +132,7 @@ def random_orders(rank: int, seeds: list[int], large_bytes: int | None = None) -
         lowered = insert_comm(schedule, problem)
         texts = emit(lowered.schedule, problem, None, lowered.send_slots)
         spec = PipelineSpec(hand_stages(count, tied), problem.placement, m)
-        runner = DistributedRunner(
-            pipelines[p], spec, texts[rank], torch.device("cpu"), 60.0, owns_group=False
-        )
+        runner = DistributedRunner(pipelines[p], spec, texts[rank], torch.device("cpu"))
         state = hand_state(count)
         sums = runner.run(Step(hand_batch(m)), state)
         expected = hand_reference(count, m, tied)
@@ -157,9 +156,7 @@ def large_and_small(rank: int) -> list[int]:
     costs = Profile((StageCost.simple(1_000_000, 1_000_000, 1_000_000, 2, 1),) * 4, edges)
     planned = lower(plan(Problem.of(costs, Placement.v(2), 6), time_limit_s=1.0), merge=True)
     spec = PipelineSpec(sleeping_stages(costs, torch.device("cpu")), planned.schedule.placement, 6)
-    runner = DistributedRunner(
-        PipelineGroup(None, 30.0), spec, planned.programs()[rank], torch.device("cpu"), 30.0
-    )
+    runner = DistributedRunner(PipelineGroup(None, 30.0), spec, planned.programs()[rank], torch.device("cpu"))
     for step in range(2):
         runner.run(Step([[] for _ in range(6)], step), {})
     runner.synchronize()
@@ -185,8 +182,8 @@ def inherited(rank: int, pipelines: dict[str, Any], num_steps: int) -> dict[str,
     group = PipelineGroup(None, 120.0)
     for name, (pipeline, call) in pipelines.items():
         built = pipeline._ready()
-        built.group = group
-        built.runner = make_runner(built.options, built.group, built.spec, built.programs, {})
+        with group.calls.building("the test"):
+            built.run_on(group)
         found[name] = train_steps(pipeline, call, num_steps)
         pipeline.synchronize()
     return found

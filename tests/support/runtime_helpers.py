@@ -15,7 +15,7 @@ from zbcompile.compiler.stages import build_stages
 from zbcompile.passes.profile.measure import edges_of
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.planner.imported import rated
-from zbcompile.runtime.gradients import hand_over, parameters_of
+from zbcompile.runtime.gradients import divided, hand_over, parameters_of
 from zbcompile.runtime.local_runner import LocalRunner
 from zbcompile.runtime.spec import PipelineSpec, Step
 from zbcompile.schedule.costs import Link, Profile, StageCost
@@ -130,7 +130,7 @@ def run_here(
     state = {n: fresh(v) for n, v in front.captured.state.items()}
     parts = [[x[k : k + 2], y[k : k + 2]] for k in range(0, len(x), 2)]
     sums = runner.run(Step(parts), state)
-    hand_over(sums, parameters_of(state), schedule.num_microbatches)
+    hand_over(divided(sums, parameters_of(state), schedule.num_microbatches))
     return {name: p.grad for name, p in parameters_of(state).items() if p.grad is not None}
 
 

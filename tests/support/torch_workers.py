@@ -61,10 +61,11 @@ def ours(rank: int, schedule: Schedule, texts: tuple[str, ...]) -> dict[str, Ten
     """Run an order in our runtime; return this rank's gradients."""
     count = schedule.num_stages
     spec = PipelineSpec(hand_stages(count, skip=False), schedule.placement, schedule.num_microbatches)
-    runner = DistributedRunner(PipelineGroup(None, 60.0), spec, texts[rank], torch.device("cpu"), 60.0)
+    runner = DistributedRunner(PipelineGroup(None, 60.0), spec, texts[rank], torch.device("cpu"))
     sums = runner.run(Step(hand_batch(schedule.num_microbatches)), hand_state(count))
     runner.synchronize()
     runner.close()
+    runner.group.close()
     return sums
 
 

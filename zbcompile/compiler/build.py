@@ -6,6 +6,9 @@ step's name and artifact; ``ZBCOMPILE_DUMP=directory`` writes every artifact as 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from zbcompile.compiler.call import Batch, CallForm
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.lower import lower
@@ -32,44 +35,64 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
     PipelineError, UsageError
         The ranks differ; an argument cannot be meant.
     """
-    # 1. Who runs it, and what one call of it looks like.
+    # 1. Who runs it, and what one call of it looks like. A rank that fails from here on ends the others.
     group = PipelineGroup.present(options.group, options.stall_limit_s)
-    num_ranks = _num_ranks(options, group)
-    call = CallForm(batch, options.whole, _num_microbatches(options, batch, num_ranks))
+    with _built_by_all(group, observer) as observer:
+        num_ranks = _num_ranks(options, group)
+        call = CallForm(batch, options.whole, _num_microbatches(options, batch, num_ranks))
 
-    # 2. capture -> fold_constant_masks -> partition -> split_backward -> verify
-    one = call.example
-    staged = build_stages(
-        options.model,
-        options.num_stages,
-        one.args,
-        one.kwargs,
-        target=one.target,
-        loss_fn=options.loss_fn,
-        split_points=options.split_points,
-        recompute=options.recompute,
-        backend=options.backend,
-        verify=options.verify,
-        observer=observer,
-    )
+        # 2. capture -> fold_constant_masks -> partition -> split_backward -> verify
+        one = call.example
+        staged = build_stages(
+            options.model,
+            options.num_stages,
+            one.args,
+            one.kwargs,
+            target=one.target,
+            loss_fn=options.loss_fn,
+            split_points=options.split_points,
+            recompute=options.recompute,
+            backend=options.backend,
+            verify=options.verify,
+            observer=observer,
+        )
 
-    # 3. measure or count -> plan, once for all ranks
-    solution = plan_for_all(options, group, num_ranks, call, staged, observer)
-    keep_order_of_changes(solution.schedule, staged)
+        # 3. measure or count -> plan, once for all ranks
+        solution = plan_for_all(options, group, num_ranks, call, staged, observer)
+        keep_order_of_changes(solution.schedule, staged)
 
-    # 4. merge_backward -> insert_comm -> check -> codegen
-    plan = lower(
-        solution,
-        merge=options.schedule is None,
-        one_communicator=options.one_communicator,
-        observer=observer,
-    )
-    programs = plan.programs(observer)
-    if group is not None:
-        group.agree({"programs": "\n".join(programs)})
+        # 4. merge_backward -> insert_comm -> check -> codegen
+        plan = lower(
+            solution,
+            merge=options.schedule is None,
+            one_communicator=options.one_communicator,
+            observer=observer,
+        )
+        programs = plan.programs(observer)
+        if group is not None:
+            group.agree({"programs": "\n".join(programs)})
 
-    # 5. load
-    return CompiledPipeline(options, group, call, staged, plan, programs)
+        # 5. load
+        return CompiledPipeline(options, group, call, staged, plan, programs)
+
+
+@contextlib.contextmanager
+def _built_by_all(group: PipelineGroup | None, observer: Observer) -> Iterator[Observer]:
+    """Build as one call of all ranks. Between two steps a rank looks whether another one has failed."""
+    if group is None:
+        yield observer
+        return
+
+    def looking(name: str, artifact: object) -> None:
+        observer(name, artifact)
+        group.watchdog.check()
+
+    try:
+        with group.calls.building("compile()"):
+            yield looking
+    except BaseException:
+        group.close()
+        raise
 
 
 def _num_ranks(options: CompileOptions, group: PipelineGroup | None) -> int:

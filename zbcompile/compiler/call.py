@@ -34,8 +34,16 @@ class Batch:
         return next((t.shape[0] for t in self.flat()[0] if t.dim()), 1)
 
     def most_microbatches(self, limit: int) -> int:
-        """Return the largest divisor of the batch's size that is at most ``limit``."""
+        """Return the largest divisor of the batch's size that is at most ``limit``.
+
+        Raises
+        ------
+        UsageError
+            The batch is empty.
+        """
         size = self.size
+        if size == 0:
+            raise UsageError("the batch is empty", where="dimension 0", fix="leave the call out")
         return next(k for k in range(min(limit, size), 0, -1) if size % k == 0)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zbcompile.compiler.call import Batch, CallForm
 from zbcompile.compiler.evaluation import Evaluation
@@ -20,13 +22,17 @@ from zbcompile.options import CompileOptions
 from zbcompile.passes import torch_private
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.split.staged_model import StagedModel
-from zbcompile.runtime.gradients import hand_over, parameters_of
+from zbcompile.runtime.gradients import divided, hand_over, parameters_of
 from zbcompile.runtime.group import PipelineGroup
+from zbcompile.runtime.kept_buffers import KeptBuffers
 from zbcompile.runtime.randomness import draws_random_numbers
 from zbcompile.runtime.spec import PipelineSpec, Step
 from zbcompile.runtime.stage_modules import Stage
 
-__all__ = ["CompiledPipeline", "StepResult"]
+__all__ = ["MAX_EVALUATIONS", "CompiledPipeline", "StepResult"]
+
+MAX_EVALUATIONS = 8
+"""Forms of evaluation batches that stay compiled."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,15 @@ class StepResult:
 
 
 class CompiledPipeline:
-    """A captured, planned and loaded pipeline."""
+    """A captured, planned and loaded pipeline.
+
+    Attributes
+    ----------
+    trained
+        The module that owns all tensors of the pipeline: the model, and the loss if it has any.
+    step_number
+        Number of the next step.
+    """
 
     def __init__(
         self,
@@ -57,10 +71,9 @@ class CompiledPipeline:
         plan: LoweredPlan,
         programs: tuple[str, ...],
     ) -> None:
-        self.options, self.group, self.call, self.staged = options, group, call, staged
+        self.options, self.call, self.staged = options, call, staged
         self.plan, self.programs = plan, programs
         self.trained = with_loss(options.model, options.loss_fn)
-        """The module that owns all tensors of the pipeline: the model, and the loss if it has any."""
         self.spec = PipelineSpec(
             staged.stages,
             plan.schedule.placement,
@@ -69,45 +82,97 @@ class CompiledPipeline:
             frozenset(s.index for s in staged.stages if draws_random_numbers(s.graphs.forward)),
             plan.comm.one_communicator,
         )
-        starts = planned_starts(plan.comm, plan.problem)
-        self.runner = make_runner(options, group, self.spec, programs, starts, owns_group=True)
         self.reader = make_reader(self.trained, staged.stages)
         self.stages = [Stage(s.index, s, staged.captured.state, self.trained) for s in staged.stages]
-        self._evaluations: dict[object, Evaluation] = {}
         self.guard, self.mode = ModelGuard(options.model, options.loss_fn), ModeGuard()
+        self.step_number = 0
+        self._evaluations: dict[str, Evaluation] = {}
+        self.run_on(group)
 
-    def run_step(self, batch: Batch, number: int, loss_scale: float, keep_results: bool) -> StepResult:
-        """Run one step; gradients are handed over at its end."""
-        with self.runner.reporting():
-            self.mode.check()
-            self.guard.check()
-            microbatches = self.call.microbatches(batch)
-            refuse_inputs_with_gradients(self.call.plan.names, batch.flat()[0])
-            state = self.follow_model()
-            self.reader.check(state)
-            self._check_weights(state)
-        step = Step(microbatches, number, loss_scale, keep_results)
-        with torch_private.no_autocast():
-            gradients = self.runner.run(step, state)
-        divisor = self.spec.num_microbatches if self.options.scale_grads else None
-        hand_over(gradients, parameters_of(state), divisor)
-        output = self._output(step, self.staged, self.options.loss_fn is not None) if keep_results else None
+    def run_on(self, group: PipelineGroup | None) -> None:
+        """Run on the ranks of a group from now on, which come here together, or all ranks in this process."""
+        self.group = group
+        starts = planned_starts(self.plan.comm, self.plan.problem)
+        self.runner = make_runner(group, self.spec, self.programs, starts)
+        self._kept = KeptBuffers(self._changed_buffers())
+        if group is not None:
+            group.calls.own_state = self._own_state
+            group.calls.on_settled = self._follow_others
+        self.runner.connect()
+
+    def run_step(self, batch: Batch, loss_scale: float, keep_results: bool) -> StepResult:
+        """Run one step. Gradients, buffers and the step's number change together at its end, or not."""
+        with self.runner.call(f"step {self.step_number}") as call:
+            with call.checks():
+                self.mode.check()
+                self.guard.check()
+                microbatches = self.call.microbatches(batch)
+                refuse_inputs_with_gradients(self.call.plan.names, batch.flat()[0])
+                state = self.follow_model()
+                self.reader.check(state)
+                self._check_weights(state)
+            step = Step(microbatches, self.step_number, loss_scale, keep_results)
+            with self._kept.keep(state):
+                with torch_private.no_autocast():
+                    sums = self.runner.run(step, state)
+                divisor = self.spec.num_microbatches if self.options.scale_grads else None
+                gradients = divided(sums, parameters_of(state), divisor)
+                has_loss_fn = self.options.loss_fn is not None
+                output = self._output(step, self.staged, has_loss_fn) if keep_results else None
+                call.finish(lambda: self._take_effect(gradients))
         return StepResult(losses_of(step), output)
+
+    def _take_effect(self, gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+        hand_over(gradients)
+        self._kept.release()
+        self.step_number += 1
 
     def run_eval(self, batch: Batch) -> StepResult:
         """Run forward only; the first call with a shape captures the model in evaluation mode."""
-        with self.runner.reporting():
-            self.guard.check(training=False)
+        with self.runner.call("the evaluation") as call:
+            with call.checks():
+                self.guard.check(training=False)
+                found = self._evaluation(batch)
+                microbatches = found.call.microbatches(batch)
+                state = found.reader.read()
+            step = Step(microbatches)
+            with torch_private.no_autocast():
+                found.runner.run(step, state)
+            output = self._output(step, found.staged, found.has_loss_fn)
+        return StepResult(losses_of(step), output)
+
+    def _evaluation(self, batch: Batch) -> Evaluation:
+        """Return the evaluation of batches like this one; the least recently used one makes room for it."""
         tensors, spec = batch.flat()
         modes = tuple(torch_private.ambient_autocast())
-        key = (*((tuple(t.shape), t.dtype) for t in tensors), tuple(spec.paths()), modes)
-        found = self._evaluations.get(key)
+        form = repr((*((tuple(t.shape), t.dtype) for t in tensors), tuple(spec.paths()), modes))
+        key = hashlib.sha256(form.encode()).hexdigest()
+        found = self._evaluations.pop(key, None)
         if found is None:
-            found = self._evaluations[key] = Evaluation(
-                self.options, self.group, self.plan, self.staged.stages, batch
-            )
-        step = found.run(batch)
-        return StepResult(losses_of(step), self._output(step, found.staged, found.has_loss_fn))
+            found = Evaluation(self.options, self.group, self.plan, self.staged.stages, batch)
+            while len(self._evaluations) >= MAX_EVALUATIONS:
+                self._evaluations.pop(next(iter(self._evaluations))).runner.close()
+        self._evaluations[key] = found
+        return found
+
+    def _own_state(self) -> str:
+        """Return what must be equal on all ranks, and may not be when some had finished a refused call."""
+        return json.dumps([self.step_number, list(self._evaluations)])
+
+    def _follow_others(self, states: Sequence[str]) -> None:
+        """Take over the step's number, and keep the evaluations that all ranks have, in rank 0's order."""
+        rows = [json.loads(state) for state in states]
+        self.step_number = max(row[0] for row in rows)
+        kept = [key for key in rows[0][1] if all(key in row[1] for row in rows)]
+        for key in set(self._evaluations) - set(kept):
+            self._evaluations.pop(key).runner.close()
+        self._evaluations = {key: self._evaluations[key] for key in kept}
+
+    def _changed_buffers(self) -> list[str]:
+        """Return the buffers that the stages of this process change in a step."""
+        rank_of = self.spec.placement.rank_of
+        mine = [s for s in self.staged.stages if self.group is None or rank_of[s.index] == self.group.rank]
+        return list(dict.fromkeys(name for stage in mine for name in stage.mutated))
 
     def _output(self, step: Step, staged: Results, has_loss_fn: bool) -> Any:
         mean = self.options.scale_grads
@@ -146,8 +211,15 @@ class CompiledPipeline:
         """Return the last step as measured."""
         return Measured.of(self.runner.actions(), f"measured, torch {torch.__version__}")
 
+    @property
+    def failed(self) -> str | None:
+        """Why no further step can run, or None."""
+        return None if self.group is None else self.group.watchdog.failed
+
     def close(self) -> None:
-        """Release the runners."""
+        """Release the runners, and leave the pipeline's process groups."""
         for evaluation in self._evaluations.values():
             evaluation.runner.close()
         self.runner.close()
+        if self.group is not None:
+            self.group.close()

@@ -13,7 +13,6 @@ from zbcompile.compiler.call import Batch, CallForm
 from zbcompile.compiler.load import make_reader, make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan, codegen, lower_order
 from zbcompile.options import CompileOptions
-from zbcompile.passes import torch_private
 from zbcompile.passes.capture.capture import capture
 from zbcompile.passes.capture.constant_masks import fold_constant_masks
 from zbcompile.passes.capture.nested_values import Spec, unflatten
@@ -22,7 +21,7 @@ from zbcompile.passes.profile.measure import edges_of
 from zbcompile.passes.split.forward_only import ForwardStage, forward_stages
 from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.runtime.group import PipelineGroup
-from zbcompile.runtime.spec import PipelineSpec, Step
+from zbcompile.runtime.spec import PipelineSpec
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.problem import Problem
 
@@ -46,6 +45,8 @@ class StagedForward:
 class Evaluation:
     """Forwards of one form of call, on the ranks and with the parameters of the trained stages.
 
+    Made by all ranks in the same call.
+
     Parameters
     ----------
     options, group
@@ -59,8 +60,16 @@ class Evaluation:
 
     Attributes
     ----------
+    call
+        The form of the call.
+    staged
+        The stages.
     has_loss_fn
         Whether the loss function is part of the stages: the call has a target.
+    runner
+        Runs them.
+    reader
+        Reads their present parameters and buffers.
     """
 
     def __init__(
@@ -81,18 +90,12 @@ class Evaluation:
         order, problem = forward_order(self.staged.stages, trained.problem, count)
         comm = lower_order(order, problem, one_communicator=one)
         spec = PipelineSpec(self.staged.stages, problem.placement, count, one_communicator=one)
-        starts = planned_starts(comm, problem)
-        self.runner = make_runner(options, group, spec, codegen(comm, problem), starts)
+        programs = codegen(comm, problem)
+        if group is not None:
+            graphs = " ".join(s.signature_hash() for s in self.staged.stages)
+            group.agree({"evaluation graphs": graphs, "evaluation programs": "\n".join(programs)})
+        self.runner = make_runner(group, spec, programs, planned_starts(comm, problem))
         self.reader = make_reader(with_loss(options.model, options.loss_fn), self.staged.stages)
-
-    def run(self, batch: Batch) -> Step:
-        """Run all microbatches of a batch."""
-        with self.runner.reporting():
-            microbatches = self.call.microbatches(batch)
-        step = Step(microbatches)
-        with torch_private.no_autocast():
-            self.runner.run(step, self.reader.read())
-        return step
 
 
 def build_forward(

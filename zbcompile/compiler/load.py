@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from zbcompile.options import CompileOptions
 from zbcompile.passes.lower.insert_comm import CommSchedule
 from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
@@ -46,20 +45,16 @@ class Results(Protocol):
 
 
 def make_runner(
-    options: CompileOptions,
     group: PipelineGroup | None,
     spec: PipelineSpec,
     programs: Sequence[str],
     starts: Starts,
-    *,
-    owns_group: bool = False,
 ) -> LocalRunner | DistributedRunner:
     """Return a runner of all ranks where they share this process, or of this process's rank."""
     device = _device(spec.stages)
     if group is None:
         return LocalRunner(spec, programs, starts, device)
-    text = programs[group.rank]
-    return DistributedRunner(group, spec, text, device, options.stall_limit_s, owns_group=owns_group)
+    return DistributedRunner(group, spec, programs[group.rank], device)
 
 
 def make_reader(trained: nn.Module, stages: Sequence[OwnsTensors]) -> StateReader:

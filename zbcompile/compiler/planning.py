@@ -8,7 +8,7 @@ import torch
 
 from zbcompile.compiler.call import CallForm
 from zbcompile.compiler.observe import Observer
-from zbcompile.errors import CheckError, PipelineError, UsageError, ZBCompileError
+from zbcompile.errors import CheckError, UsageError
 from zbcompile.formats import schedule_json
 from zbcompile.options import CompileOptions
 from zbcompile.passes.profile.counted import counted_profile
@@ -41,24 +41,16 @@ def plan_for_all(
     Raises
     ------
     PipelineError
-        The ranks were asked for different things, or planning failed on rank 0.
+        The ranks were asked for different things.
     """
     if group is None:
         return profile_and_plan(options, num_ranks, call, staged, observer)
     _agree(options, group, call, staged)
-    problem: ZBCompileError | None = None
-    text = ""
+    text = None
     if group.rank == 0:
-        try:
-            text = "ok" + schedule_json.dumps(profile_and_plan(options, num_ranks, call, staged, observer))
-        except ZBCompileError as error:
-            problem, text = error, f"{type(error).__name__} on rank 0: {error}"
-    text = group.from_first(text)
-    if problem is not None:
-        raise problem
-    if not text.startswith("ok"):
-        raise PipelineError(text)
-    return schedule_json.loads(text[2:], "the plan of rank 0").solution()
+        text = schedule_json.dumps(profile_and_plan(options, num_ranks, call, staged, observer))
+    plan = group.from_first(text, "the plan", options.time_limit_s)
+    return schedule_json.loads(plan, "the plan of rank 0").solution()
 
 
 def profile_and_plan(

@@ -44,23 +44,20 @@ def rehearse(
         results: list[Rehearsal] = spawn(_process, num_ranks, arguments, timeout_s=timeout_s)
         return results[0]
     group.require_size(num_ranks)
-    result = _run(group, plan.schedule, plan.problem, programs, steps, stall_limit_s)
+    result = _run(group, plan.schedule, plan.problem, programs, steps)
     return result if group.rank == 0 else None
 
 
 def _process(
     rank: int, schedule: Schedule, problem: Problem, programs: Sequence[str], steps: int, stall_limit_s: float
 ) -> Rehearsal:
-    return _run(PipelineGroup(None, stall_limit_s), schedule, problem, programs, steps, stall_limit_s)
+    return _run(PipelineGroup(None, stall_limit_s), schedule, problem, programs, steps)
 
 
 def _run(
-    group: PipelineGroup,
-    schedule: Schedule,
-    problem: Problem,
-    programs: Sequence[str],
-    steps: int,
-    stall_limit_s: float,
+    group: PipelineGroup, schedule: Schedule, problem: Problem, programs: Sequence[str], steps: int
 ) -> Rehearsal:
-    text = programs[group.rank]
-    return rehearse_rank(group, schedule, problem, text, steps=steps, stall_limit_s=stall_limit_s)
+    try:
+        return rehearse_rank(group, schedule, problem, programs[group.rank], steps=steps)
+    finally:
+        group.close()

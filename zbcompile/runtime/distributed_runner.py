@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
 
-from zbcompile.errors import PipelineError, ZBCompileError
-from zbcompile.runtime import torch_private
+from zbcompile.runtime.calls import Call
 from zbcompile.runtime.channels.channel import Ticket, describe
 from zbcompile.runtime.channels.gloo import BrokenChannelError, GlooChannels
 from zbcompile.runtime.channels.nccl import NcclChannels
+from zbcompile.runtime.doing import NOBODY, Doing
 from zbcompile.runtime.executor import failure
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.program import Program
@@ -24,7 +21,6 @@ from zbcompile.runtime.runner import Runner
 from zbcompile.runtime.spec import PipelineSpec, Step
 from zbcompile.runtime.verbs import Rank
 from zbcompile.runtime.wait import Wait
-from zbcompile.runtime.watchdog import Doing, Interrupted, Watchdog
 from zbcompile.schedule.ir import Action
 
 __all__ = ["DistributedRunner"]
@@ -33,8 +29,7 @@ __all__ = ["DistributedRunner"]
 class DistributedRunner(Runner):
     """Runs the program of this process's rank.
 
-    Every failure, here or elsewhere, ends as one `PipelineError` with the same text on all ranks; no
-    gradient of the failed step is handed over, and later steps raise the same error again.
+    Its channels are made at the first step, and anew when a refused step has left messages in them.
 
     Parameters
     ----------
@@ -46,56 +41,59 @@ class DistributedRunner(Runner):
         The text of this rank's program.
     device
         Where its stages run; decides between gloo and NCCL.
-    stall_limit_s
-        Seconds that a step may stand still before it is ended.
-    owns_group
-        Whether `close` also leaves the group's control group.
     """
 
-    def __init__(
-        self,
-        group: PipelineGroup,
-        spec: PipelineSpec,
-        text: str,
-        device: torch.device,
-        stall_limit_s: float,
-        *,
-        owns_group: bool = True,
-    ) -> None:
-        self._owns_group = owns_group
+    def __init__(self, group: PipelineGroup, spec: PipelineSpec, text: str, device: torch.device) -> None:
         self.group = group
         self.rank = group.rank
         self.program = Program.load(text, group.rank)
-        self.channels = _channels(group, spec, device)
-        self.end = Rank(group.rank, spec, {}, self.channels, device)
-        self.offset_ns = group.clock_offset_ns()
+        self._spec, self._device = spec, device
+        self._channels: GlooChannels | NcclChannels | None = None
+        self._made_at = -1
+        self.end: Rank | None = None
         self._waiting: tuple[Wait, Ticket, float] | None = None
-        self._in_step = False
-        store = PrefixStore(group.runner_name(), torch_private.own_store())
-        self.watchdog = Watchdog(store, group.rank, stall_limit_s, self._doing, self._abandon)
+        group.watchdog.on_end.append(self._abandon)
+
+    def call(self, words: str) -> Call:
+        """Return a step or an evaluation of all ranks, to be entered."""
+        return self.group.calls.call(words)
+
+    def connect(self) -> None:
+        """Make the channels, unless there are some that can be used. All ranks come here in the same call."""
+        if self._channels is not None and self._made_at == self.group.calls.renewals:
+            return
+        if self._channels is not None:
+            self._channels.close()
+        self._channels = _channels(self.group, self._spec, self._device)
+        self._made_at = self.group.calls.renewals
+        self.end = Rank(self.rank, self._spec, {}, self._channels, self._device)
 
     def run(self, step: Step, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run one step of this rank, as `Runner.run` says."""
-        self._refuse_if_failed()
+        if self.group.watchdog.inside:
+            return self._run(step, state)
+        with self.call("the step"):
+            return self._run(step, state)
+
+    def _run(self, step: Step, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        watchdog = self.group.watchdog
+        self.connect()
         end = self.end
+        assert end is not None
         end.state = state
         end.begin(step, self.program.send_slots)
-        self._in_step = True
+        watchdog.begin_messages()
+        watchdog.watch(self._doing)
         try:
-            with torch.no_grad(), self.watchdog:
+            with torch.no_grad():
                 for wait in self.program.start(end):
                     for ticket in wait.tickets:
                         self._await(wait, ticket)
-                end.check_finished()
-        except Interrupted:
-            raise self._ended() from None
+            end.check_finished()
         except BrokenChannelError as error:
-            raise self._broken(error) from error
+            watchdog.broken(error.peer, f"waited for {describe(error.key)}")
         except Exception as error:
-            raise self._failed(error) from error
-        finally:
-            self._in_step, self._waiting = False, None
-        self._refuse_if_failed()
+            raise failure(end, error) from error
         return end.gradients
 
     def _await(self, wait: Wait, ticket: Ticket) -> None:
@@ -105,80 +103,44 @@ class DistributedRunner(Runner):
 
     def _doing(self) -> Doing | None:
         """Return the wait or the action of the main thread, for the watchdog."""
-        waiting, running = self._waiting, self.end.running
+        waiting, end = self._waiting, self.end
         if waiting is not None:
             wait, ticket, since = waiting
             words = f"waits at {wait} for {describe(ticket.key)} from rank {ticket.peer}"
             return Doing(words, ticket.peer, since)
-        if not self._in_step or running is None:
+        if end is None or end.running is None:
             return None
-        kind, stage, microbatch = running
-        return Doing(f"runs {stage}{kind.letter}{microbatch}", -1, self.end.running_since)
-
-    def _abandon(self) -> None:
-        self.channels.abandon()
-        self._leave_control()
-
-    def _refuse_if_failed(self) -> None:
-        error = self.watchdog.error()
-        if error is not None:
-            raise error
-
-    def _ended(self) -> PipelineError:
-        return self.watchdog.error() or PipelineError("the step was interrupted")
-
-    def _failed(self, error: Exception) -> PipelineError:
-        known = self.watchdog.error()
-        return known or self.watchdog.fail(str(failure(self.end, error)))
-
-    def _broken(self, error: BrokenChannelError) -> PipelineError:
-        return self.watchdog.broken(
-            f"rank {error.peer} is gone: its connection closed while rank {self.group.rank} "
-            f"waited for {describe(error.key)}"
-        )
-
-    @contextlib.contextmanager
-    def reporting(self) -> Iterator[None]:
-        """Raise an error of the checks before a step here as it is, and end the step on the other ranks."""
-        self._refuse_if_failed()
-        try:
-            yield
-        except ZBCompileError as error:
-            self.watchdog.fail(f"rank {self.group.rank} refused the step: {error}")
-            raise
+        kind, stage, microbatch = end.running
+        return Doing(f"runs {stage}{kind.letter}{microbatch}", NOBODY, end.running_since)
 
     def synchronize(self) -> None:
         """Return when every rank has come here. Raises `PipelineError` if one has failed."""
-        self._refuse_if_failed()
-        try:
-            self.group.barrier()
-        except Exception as error:
-            raise self.watchdog.broken(
-                f"a rank was gone when rank {self.group.rank} met the others"
-            ) from error
-        self._refuse_if_failed()
+        self.group.synchronize()
 
     def actions(self) -> list[list[TimedAction]]:
         """Return per rank what its last step did and when, on rank 0's clock. All ranks call it."""
-        rows = self.end.recorder.actions()
-        text = "\n".join(f"{a} {s + self.offset_ns} {e + self.offset_ns}" for a, s, e in rows)
+        rows = [] if self.end is None else self.end.recorder.actions()
+        offset = self.group.clock_offset_ns
+        text = "\n".join(f"{a} {s + offset} {e + offset}" for a, s, e in rows)
+        with self.group.calls.meeting("the timeline"):
+            parts = self.group.gather(text, "the timeline")
         result = []
-        for part in self.group.gather(text or "\n"):
+        for part in parts:
             words = [line.split() for line in part.splitlines() if line]
             result.append([(Action.parse(a), int(s), int(e)) for a, s, e in words])
         return result
 
     def close(self) -> None:
-        """Stop the watchdog, close the channels, and leave the control group if the runner owns it."""
-        self.watchdog.stop()
-        if self.watchdog.reason is None:
-            self.channels.abandon()
-            if self._owns_group:
-                self._leave_control()
+        """Close the channels."""
+        if self._abandon in self.group.watchdog.on_end:
+            self.group.watchdog.on_end.remove(self._abandon)
+        if self._channels is not None:
+            self._channels.close()
+            self._channels = None
 
-    def _leave_control(self) -> None:
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group(self.group.control)
+    def _abandon(self, fatal: bool) -> None:
+        if self._channels is not None:
+            self._channels.abandon()
 
 
 def _channels(group: PipelineGroup, spec: PipelineSpec, device: torch.device) -> GlooChannels | NcclChannels:

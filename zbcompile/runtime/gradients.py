@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-__all__ = ["GradientSums", "hand_over", "parameters_of", "tied_holders"]
+from zbcompile.errors import ShapeError
+
+__all__ = ["GradientSums", "divided", "hand_over", "parameters_of", "tied_holders"]
 
 
 class GradientSums:
@@ -67,13 +69,12 @@ def tied_holders(trainable: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...
     return {name: tuple(stages) for name, stages in sorted(holders.items()) if len(stages) > 1}
 
 
-def hand_over(
+def divided(
     sums: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], divisor: int | None
-) -> None:
-    """Divide the sums of a step and set or add to ``param.grad``.
+) -> list[tuple[nn.Parameter, Tensor]]:
+    """Return the gradients of a step, ready for `hand_over`. Nothing of a parameter is changed yet.
 
-    Called once, when everything of the step has arrived. A parameter that was frozen after the pipeline was
-    compiled gets no gradient.
+    A parameter that was frozen after the pipeline was compiled gets no gradient.
 
     Parameters
     ----------
@@ -83,17 +84,39 @@ def hand_over(
         Parameters by name.
     divisor
         What to divide by; None: sums stay as they are.
+
+    Raises
+    ------
+    ShapeError
+        A parameter already has a gradient to which this one cannot be added.
     """
+    ready = []
     for name, total in sums.items():
-        if not parameters[name].requires_grad:
+        parameter = parameters[name]
+        if not parameter.requires_grad:
             continue
+        held = parameter.grad
+        if held is not None and (held.shape != total.shape or held.device != total.device):
+            raise ShapeError(
+                "param.grad holds something that the gradient of the step cannot be added to",
+                where=name,
+                needed=f"{list(total.shape)} on {total.device}",
+                given=f"{list(held.shape)} on {held.device}",
+                fix="set it to None before the step",
+            )
         if divisor is not None and divisor != 1:
             total.div_(divisor)
-        parameter = parameters[name]
+        ready.append((parameter, total))
+    return ready
+
+
+def hand_over(gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    """Set or add to ``param.grad``. Called once, when everything of the step has arrived."""
+    for parameter, gradient in gradients:
         if parameter.grad is None:
-            parameter.grad = total
+            parameter.grad = gradient
         else:
-            parameter.grad.add_(total)
+            parameter.grad.add_(gradient)
 
 
 def parameters_of(state: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:

@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import json
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import ProcessGroup
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Work
 
 from zbcompile.errors import PipelineError, UsageError
 from zbcompile.runtime import torch_private
+from zbcompile.runtime.calls import DistributedCalls
+from zbcompile.runtime.connections import FOREVER, Tripwire, break_connections, leave_group
+from zbcompile.runtime.doing import ANY_RANK
+from zbcompile.runtime.meetings import Meetings
+from zbcompile.runtime.news import Event
+from zbcompile.runtime.watchdog import Watchdog
 
 __all__ = ["PipelineGroup"]
 
-_DIGEST = 32
 _CLOCK_ROUNDS = 16
 
 
 class PipelineGroup:
-    """The ranks of one pipeline and a gloo group of their own for control, whatever else they communicate.
+    """The ranks of one pipeline: where each of them stands, what they agree on, what connects them.
+
+    The constructor returns when all ranks are there.
 
     Parameters
     ----------
     group
         The process group of the pipeline's ranks; None: the default group.
-    timeout_s
-        Limit in seconds of one operation of the control group and of the groups made here.
+    stall_limit_s
+        Seconds that a rank may wait for another before the pipeline is ended on all of them.
 
     Attributes
     ----------
@@ -42,25 +52,57 @@ class PipelineGroup:
         Their ranks in the default group.
     name
         The same on all ranks and on no other pipeline, before or after.
+    watchdog
+        Sees failures of all ranks and waits that last too long.
+    calls
+        The calls of this rank: build, steps, evaluations.
     control
-        The gloo group.
+        A gloo group beside the channels: it tells when a process has ended, and carries what must be timed.
+    clock_offset_ns
+        What to add to this machine's monotonic clock to get rank 0's; 0 on the same machine.
+
+    Raises
+    ------
+    PipelineError
+        A rank does not come, or is gone.
     """
 
     _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
     _shortest = 0
 
-    def __init__(self, group: ProcessGroup | None, timeout_s: float) -> None:
+    def __init__(self, group: ProcessGroup | None, stall_limit_s: float) -> None:
         self.members: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.rank, self.size = dist.get_rank(group), len(self.members)
-        self.timeout = timedelta(seconds=timeout_s)
         key = tuple(self.members)
         self.name = f"zbcompile/{'-'.join(map(str, key))}/{self._made[key]}"
         self._made[key] += 1
         self._groups: Counter[str] = Counter()
+        # A group is made by all ranks at the same time; what is slower than this, the watchdog ends before.
+        self._timeout = timedelta(seconds=2 * stall_limit_s + 10)
+        store = PrefixStore(self.name, torch_private.own_store())
+        self.watchdog = Watchdog(store, self.rank, self.size, stall_limit_s)
+        self._meetings = Meetings(self.watchdog)
+        self.calls = DistributedCalls(self.watchdog, self._meetings, dist.get_rank() == 0)
+        self._closed = self._control_broken = False
+        atexit.register(self.close)  # before the interpreter's end, where its threads would be in the way
+        self.control: ProcessGroup | None = None
+        self._tripwire: Tripwire | None = None
+        self.clock_offset_ns = 0
+        try:
+            with self.calls.building("the start"):
+                self._connect()
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
         self.control = self.new_group("gloo")
+        self.watchdog.on_end.append(self._break_control)
+        self._tripwire = Tripwire(self.control, (self.rank + 1) % self.size, self._note_lost)
+        self.clock_offset_ns = self._clock_offset_ns()
 
     @staticmethod
-    def present(group: ProcessGroup | None, timeout_s: float) -> PipelineGroup | None:
+    def present(group: ProcessGroup | None, stall_limit_s: float) -> PipelineGroup | None:
         """Return the group to run in, or None if this process is alone.
 
         The default process group is initialised here if torchrun started this process and nobody has yet.
@@ -73,19 +115,39 @@ class PipelineGroup:
             dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         if dist.get_world_size(group) == 1:
             return None
-        return PipelineGroup(group, timeout_s)
+        return PipelineGroup(group, stall_limit_s)
+
+    def close(self) -> None:
+        """End the threads and leave the control group. The pipeline's other ranks may go on or not."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self.watchdog.stop()
+        if self.control is not None:
+            self._break_control(True)
+            leave_group(self.control)
+        if self._tripwire is not None:
+            self._tripwire.join()
 
     def new_group(self, backend: str, members: list[int] | None = None) -> ProcessGroup:
-        """Make another process group of all ranks, or of some given by their rank in the pipeline."""
-        ranks = self.members if members is None else [self.members[m] for m in members]
-        name = f"{self.name}/{backend}/{'-'.join(map(str, ranks))}"
-        self._groups[name] += 1
-        return torch_private.new_group(f"{name}/{self._groups[name]}", ranks, self.timeout, backend)
+        """Make another process group of all ranks, or of some given by their rank in the pipeline.
 
-    def runner_name(self) -> str:
-        """Return a name for the next runner of this pipeline (training, evaluation of each shape)."""
-        self._groups["runner"] += 1
-        return f"{self.name}/runner/{self._groups['runner']}"
+        All ranks call it at the same place of the same call.
+        """
+        ranks = self.members if members is None else [self.members[m] for m in members]
+        name = f"{self.name}/{self.watchdog.call}/{backend}/{'-'.join(map(str, ranks))}"
+        self._groups[name] += 1
+        name = f"{name}/{self._groups[name]}"
+
+        def make() -> ProcessGroup:
+            return torch_private.new_group(name, ranks, self._timeout, backend)
+
+        if backend != "gloo":
+            return make()
+        if members is None:
+            self.barrier("a new group")
+        return self._meetings.alone(make, "makes its connections", ANY_RANK)
 
     def new_pair(self, backend: str, one: int, other: int) -> ProcessGroup | None:
         """Make a process group of two ranks, the lower one its rank 0. Returns None on all others."""
@@ -104,48 +166,46 @@ class PipelineGroup:
         PipelineError
             A part differs somewhere; raised on every rank, names the ranks and the part.
         """
-        digests = b"".join(hashlib.sha256(text.encode()).digest() for text in parts.values())
-        mine = torch.frombuffer(bytearray(digests), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine, group=self.control)
-        for k, name in enumerate(parts):
-            found = [bytes(t[k * _DIGEST : (k + 1) * _DIGEST].tolist()) for t in everyone]
-            odd = [r for r, digest in enumerate(found) if digest != found[0]]
-            if odd:
-                raise PipelineError(
-                    f"the ranks differ in their {name}: "
-                    f"{_ranks(odd)} from rank 0 (refused before the first message)",
-                    fix="start every rank with the same code, arguments and seed of the weights",
+        digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in parts.items()}
+        what = f"the agreement on {next(iter(parts))}"
+        verdict = self._meetings.meet(what, json.dumps(digests), _compared)
+        if verdict:
+            raise self.calls.common(
+                PipelineError(
+                    verdict, fix="start every rank with the same code, arguments and seed of the weights"
                 )
+            )
 
-    def from_first(self, text: str | None) -> str:
-        """Return rank 0's text on every rank; the others give None."""
-        data = torch.frombuffer(bytearray((text or "").encode() or b"\0"), dtype=torch.uint8)
-        size = torch.tensor([data.numel()])
-        dist.broadcast(size, group=self.control, group_src=0)
-        if self.rank != 0:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, group=self.control, group_src=0)
-        return bytes(data.tolist()).decode()
+    def from_first(self, text: str | None, what: str = "the word of rank 0", extra_s: float = 0.0) -> str:
+        """Return rank 0's text on every rank; the others give None. Rank 0 may take ``extra_s`` longer."""
+        return self._meetings.meet(what, text or "", lambda texts: texts[0], extra_s=extra_s)
 
-    def gather(self, text: str) -> list[str]:
+    def gather(self, text: str, what: str = "the exchange") -> list[str]:
         """Return every rank's text, by rank, on every rank."""
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([data.numel()]), group=self.control)
-        longest = max(int(s) for s in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: data.numel()] = data
-        everyone = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(everyone, padded, group=self.control)
-        return [bytes(t[: int(n)].tolist()).decode() for t, n in zip(everyone, sizes, strict=True)]
+        return [str(t) for t in json.loads(self._meetings.meet(what, text))]
 
-    def barrier(self) -> None:
+    def barrier(self, what: str = "the meeting") -> None:
         """Return when every rank is here."""
-        dist.all_reduce(torch.zeros(1), group=self.control)
+        self._meetings.meet(what, "", lambda texts: "")
 
-    def clock_offset_ns(self) -> int:
-        """Return what to add to this machine's monotonic clock to get rank 0's; 0 on the same machine.
+    def synchronize(self) -> None:
+        """Return when every rank has finished its calls so far.
+
+        Raises
+        ------
+        PipelineError
+            One has failed, or has refused a call that this rank had finished.
+        """
+        watchdog = self.watchdog
+        with self.calls.meeting("synchronize()"):
+            refused = watchdog.refused
+            for text in self.gather("" if refused is None else refused.text(), "synchronize()"):
+                if text:
+                    watchdog.learn(Event.parse(text))
+            watchdog.check()
+
+    def _clock_offset_ns(self) -> int:
+        """Return the offset to rank 0's clock.
 
         On another machine it comes from the shortest of some round trips (as NTP does) and is right to half
         of that.
@@ -163,19 +223,46 @@ class PipelineGroup:
         """Measure once between ranks 0 and ``other``; return the better of the new offset and ``best``."""
         stamp = torch.zeros(1, dtype=torch.int64)
         if self.rank == 0:
-            dist.recv(stamp, group=self.control, group_src=other)
+            self.receive(stamp, other)
             stamp[0] = time.perf_counter_ns()
-            dist.send(stamp, group=self.control, group_dst=other)
+            self.send(stamp, other)
         elif self.rank == other:
             begin = time.perf_counter_ns()
-            dist.send(stamp, group=self.control, group_dst=0)
-            dist.recv(stamp, group=self.control, group_src=0)
+            self.send(stamp, 0)
+            self.receive(stamp, 0)
             end = time.perf_counter_ns()
             trip = end - begin
             if best == 0 or trip < self._shortest:
                 self._shortest = trip
                 return int(stamp) - (begin + end) // 2
         return best
+
+    def send(self, data: Tensor, peer: int) -> None:
+        """Send a tensor over the control group."""
+        self._transfer(peer, lambda group: group.send([data], peer, 0))
+
+    def receive(self, data: Tensor, peer: int) -> None:
+        """Receive a tensor over the control group."""
+        self._transfer(peer, lambda group: group.recv([data], peer, 0))
+
+    def _transfer(self, peer: int, post: Callable[[ProcessGroup], Work]) -> None:
+        assert self.control is not None
+        words = f"waits for a message of rank {peer}"
+        with self._meetings.waiting(words, peer):
+            try:
+                post(self.control).wait(FOREVER)
+            except RuntimeError:
+                self.watchdog.broken(peer, words)
+
+    def _break_control(self, fatal: bool) -> None:
+        if fatal and self.control is not None:
+            self._control_broken = True
+            break_connections(self.control)
+
+    def _note_lost(self, peer: int) -> None:
+        """Let the ranks that wait for ``peer`` know that its process has ended."""
+        if not self._control_broken:
+            self.watchdog.store.submit(lambda store: store.set(f"lost/{peer}", "1"))
 
     def require_size(self, wanted: int | None) -> None:
         """Raise `UsageError` if another number of ranks was asked for."""
@@ -192,6 +279,19 @@ def _machine() -> str:
     """Return words that are the same in two processes only if they share a machine and its clock."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{os.uname().nodename} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _compared(texts: list[str]) -> str:
+    """Return what is different among the digests of all ranks, or nothing."""
+    everyone = [json.loads(text) for text in texts]
+    for name in everyone[0]:
+        odd = [rank for rank, digests in enumerate(everyone) if digests.get(name) != everyone[0][name]]
+        if odd:
+            return (
+                f"the ranks differ in their {name}: "
+                f"{_ranks(odd)} from rank 0 (refused before the first message)"
+            )
+    return ""
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,6 +1,6 @@
 """Start the processes of a pipeline on this machine, for tests, benchmarks and the demo.
 
-A cluster uses torchrun.
+A cluster uses torchrun. What is opened here listens on the loopback interface alone.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import socket
 import sys
 import time
 import traceback
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "spawn", "spawn_outcomes"]
 
 T = TypeVar("T")
+
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ def spawn_outcomes(
 ) -> list[Outcome]:
     """Do as `spawn` does, but return how every process ended and raise nothing."""
     context = _context(inherit)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _loopback_store()
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
     start = time.monotonic()
@@ -133,6 +136,21 @@ def spawn_outcomes(
         processes.append(process)
         pipes.append(receiver)
     return _collect(processes, pipes, start, timeout_s)
+
+
+def _loopback_store() -> TCPStore:
+    """Return a store that only this machine can reach: by itself it would listen on all addresses."""
+    with socket.create_server((_LOOPBACK, 0)) as server:
+        port = server.getsockname()[1]
+        return TCPStore(
+            _LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+        )
+
+
+def _loopback_interface() -> str | None:
+    """Return the name of the loopback interface."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def _context(inherit: bool) -> ForkContext | ForkServerContext | SpawnContext:
@@ -158,8 +176,11 @@ def _child(
     code = 0
     answer: tuple[object, str | None] = (None, None)
     try:
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))
+        store = TCPStore(_LOOPBACK, port, is_master=False, timeout=timedelta(seconds=120))
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
+        interface = _loopback_interface()
+        if interface is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
         dist.init_process_group("gloo", store=PrefixStore("spawn", store), rank=rank, world_size=size)
         answer = (function(rank, *args), None)
     except BaseException as error:

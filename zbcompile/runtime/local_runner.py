@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from zbcompile.runtime.calls import LocalCall
 from zbcompile.runtime.channels.local import LocalChannels
 from zbcompile.runtime.executor import run_together
 from zbcompile.runtime.program import Program
@@ -48,6 +48,9 @@ class LocalRunner(Runner):
         self.programs = [Program.load(text, rank) for rank, text in enumerate(texts)]
         self.ranks: list[Rank] = []
 
+    def connect(self) -> None:
+        """Do nothing: nothing stays between two steps."""
+
     def run(self, step: Step, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run one step of all ranks, as `Runner.run` says."""
         ends = LocalChannels.connect(self.spec.placement.num_ranks)
@@ -63,9 +66,9 @@ class LocalRunner(Runner):
         """Return per rank what the last step did and when. Ranks took turns: their times never overlap."""
         return [rank.recorder.actions() for rank in self.ranks]
 
-    def reporting(self) -> contextlib.AbstractContextManager[None]:
-        """Do nothing: there is no other process to tell."""
-        return contextlib.nullcontext()
+    def call(self, words: str) -> LocalCall:
+        """Return a step or an evaluation of all ranks, to be entered."""
+        return LocalCall()
 
     def synchronize(self) -> None:
         """Return at once: all ranks have finished when `run` returns."""

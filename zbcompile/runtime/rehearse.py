@@ -85,7 +85,7 @@ class Rehearsal:
 
 
 def rehearse_rank(
-    group: PipelineGroup, schedule: Schedule, problem: Problem, text: str, *, steps: int, stall_limit_s: float
+    group: PipelineGroup, schedule: Schedule, problem: Problem, text: str, *, steps: int
 ) -> Rehearsal:
     """Do one rank's part of a rehearsal. Every rank returns the same.
 
@@ -99,8 +99,6 @@ def rehearse_rank(
         This rank's program.
     steps
         How many steps to run.
-    stall_limit_s
-        Seconds that a step may stand still before it is ended.
 
     Returns
     -------
@@ -114,15 +112,17 @@ def rehearse_rank(
     """
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     stages = sleeping_stages(problem.profile, device)
-    group.agree({"schedule": str(schedule), "profile": repr(problem.profile)})
     spec = PipelineSpec(stages, schedule.placement, schedule.num_microbatches)
-    runner = DistributedRunner(group, spec, text, device, stall_limit_s)
+    runner = DistributedRunner(group, spec, text, device)
     best: Measured | None = None
     batch: list[list[torch.Tensor]] = [[] for _ in range(schedule.num_microbatches)]
     try:
-        link = _measure_link(group)
+        with group.calls.building("the rehearsal"):
+            group.agree({"schedule": str(schedule), "profile": repr(problem.profile)})
+            runner.connect()
+            link = _measure_link(group)
         for _ in range(steps):
-            group.barrier()
+            group.synchronize()
             runner.run(Step(batch), {})
             measured = Measured.of(runner.actions(), "rehearsed")
             if best is None or measured.makespan_ns < best.makespan_ns:
@@ -230,10 +230,10 @@ def _one_way(group: PipelineGroup, size: int) -> int:
         for _ in range(_ROUNDS):
             begin = time.perf_counter_ns()
             if group.rank == 0:
-                dist.send(data, group=group.control, group_dst=other)
-                dist.recv(data, group=group.control, group_src=other)
+                group.send(data, other)
+                group.receive(data, other)
             else:
-                dist.recv(data, group=group.control, group_src=other)
-                dist.send(data, group=group.control, group_dst=other)
+                group.receive(data, other)
+                group.send(data, other)
             trips.append(time.perf_counter_ns() - begin)
     return int(statistics.median(trips)) // 2 if trips else 0

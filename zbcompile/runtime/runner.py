@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
 
+from zbcompile.runtime.calls import Call
 from zbcompile.runtime.recorder import TimedAction
 from zbcompile.runtime.spec import Step
 
@@ -24,6 +24,9 @@ class Runner(Protocol):
     """
 
     rank: int | None
+
+    def connect(self) -> None:
+        """Connect the ranks, if they are not; all of them come here in the same call."""
 
     def run(self, step: Step, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run one step.
@@ -49,8 +52,8 @@ class Runner(Protocol):
     def actions(self) -> list[list[TimedAction]]:
         """Return per rank what its last step did and when. All ranks call it."""
 
-    def reporting(self) -> AbstractContextManager[None]:
-        """Tell the other ranks of an error that the body raises: checks before a step run inside."""
+    def call(self, words: str) -> Call:
+        """Return a step or an evaluation of all ranks, to be entered; ``words`` name it."""
 
     def synchronize(self) -> None:
         """Return when every rank has come here. Raises `PipelineError` if one has failed."""

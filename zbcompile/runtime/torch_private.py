@@ -7,9 +7,10 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
-__all__ = ["new_group", "own_store", "profiler_enabled"]
+__all__ = ["copy_all", "new_group", "own_store", "profiler_enabled"]
 
 
 def new_group(name: str, ranks: list[int], timeout: timedelta, backend: str) -> ProcessGroup:
@@ -27,6 +28,12 @@ def new_group(name: str, ranks: list[int], timeout: timedelta, backend: str) -> 
     finally:
         module._process_group_name = given
     return cast(ProcessGroup, group)
+
+
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors into others, in one call that no signal handler interrupts."""
+    with torch.no_grad():
+        torch._foreach_copy_(targets, sources)
 
 
 def profiler_enabled() -> bool:

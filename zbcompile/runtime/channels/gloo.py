@@ -10,15 +10,17 @@ same channel may overtake them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Protocol
 
-import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup, Work
 
 from zbcompile.runtime.channels.channel import Key, Ticket, describe
+from zbcompile.runtime.connections import FOREVER, break_connections, leave_group
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.wire_format import WireFormat
 
@@ -46,10 +48,19 @@ class BrokenChannelError(Exception):
         super().__init__(f"{describe(key)}: {cause}")
 
 
+@contextlib.contextmanager
+def _named(peer: int, key: Key) -> Iterator[None]:
+    """Raise an error of the connection as one that names the message."""
+    try:
+        yield
+    except (RuntimeError, CancelledError) as error:
+        raise BrokenChannelError(peer, key, error) from error
+
+
 class _Transfer(Protocol):
     """One tensor on its way."""
 
-    def wait(self) -> object:
+    def wait(self, timeout: timedelta, /) -> object:
         """Return when the transfer is done."""
 
 
@@ -59,9 +70,9 @@ class _SentByThread:
     def __init__(self, posted: Future[Work]) -> None:
         self._posted = posted
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta, /) -> None:
         """Return when the peer has the message."""
-        self._posted.result().wait()
+        self._posted.result().wait(timeout)
 
 
 class _GlooTicket:
@@ -84,12 +95,9 @@ class _GlooTicket:
         return not self._transfers
 
     def wait(self) -> None:
-        transfers = self._transfers
-        try:
-            for transfer in transfers:
-                transfer.wait()
-        except (RuntimeError, CancelledError) as error:
-            raise BrokenChannelError(self.peer, self.key, error) from error
+        with _named(self.peer, self.key):
+            for transfer in self._transfers:
+                transfer.wait(FOREVER)
         self._transfers = []
         self._open.pop(id(self), None)
 
@@ -107,10 +115,17 @@ def _is_large(wire_format: WireFormat) -> bool:
 
 
 class GlooChannels:
-    """One rank's end of its channels over gloo."""
+    """One rank's end of its channels over gloo.
+
+    Parameters
+    ----------
+    group
+        The pipeline's ranks, all of which make their channels at the same time.
+    """
 
     def __init__(self, group: PipelineGroup) -> None:
         self._process_group: ProcessGroup | None = group.new_group("gloo")
+        self._broken = False
         self._open: dict[int, _GlooTicket] = {}
         self._sender = ThreadPoolExecutor(1, "zbcompile sender")
 
@@ -119,41 +134,52 @@ class GlooChannels:
     ) -> Ticket:
         """Start one transfer per tensor that has elements; the ticket keeps their memory."""
         packed = [form.pack(tensor) for form, tensor in zip(wire_formats, tensors, strict=True)]
-        send = self._joined().send
-        transfers: list[_Transfer] = []
-        for form, message in zip(wire_formats, packed, strict=True):
-            if _is_large(form):
-                transfers.append(_SentByThread(self._sender.submit(send, [message], peer, _LARGE)))
-            elif form.num_bytes:
-                transfers.append(send([message], peer, _SMALL))
+        with _named(peer, key):
+            send = self._joined().send
+            transfers: list[_Transfer] = []
+            for form, message in zip(wire_formats, packed, strict=True):
+                if _is_large(form):
+                    transfers.append(_SentByThread(self._sender.submit(send, [message], peer, _LARGE)))
+                elif form.num_bytes:
+                    transfers.append(send([message], peer, _SMALL))
         return _GlooTicket(key, peer, transfers, packed, wire_formats, self._open)
 
     def post_recv(self, peer: int, key: Key, wire_formats: Sequence[WireFormat]) -> Ticket:
         """Receive into buffers of the sizes that were compiled for."""
         buffers = [form.buffer() for form in wire_formats]
-        receive = self._joined().recv
-        transfers: list[_Transfer] = [
-            receive([buffer], peer, _LARGE if _is_large(form) else _SMALL)
-            for form, buffer in zip(wire_formats, buffers, strict=True)
-            if form.num_bytes
-        ]
+        with _named(peer, key):
+            receive = self._joined().recv
+            transfers: list[_Transfer] = [
+                receive([buffer], peer, _LARGE if _is_large(form) else _SMALL)
+                for form, buffer in zip(wire_formats, buffers, strict=True)
+                if form.num_bytes
+            ]
         return _GlooTicket(key, peer, transfers, buffers, wire_formats, self._open)
 
     def abandon(self) -> None:
-        """Close the connections, so that peers that wait for this rank fail at once.
+        """Break all connections: every wait on them ends with an error, on this rank and on its peers.
 
-        May be called from another thread; a wait of the main thread goes on until its peer has closed too.
+        May be called from any thread.
         """
+        self._broken = True
+        self._sender.shutdown(wait=False, cancel_futures=True)
+        group = self._process_group
+        if group is not None:
+            break_connections(group)
+
+    def close(self) -> None:
+        """Leave the group. Called by the main thread, between two calls."""
+        self._broken = True
         self._sender.shutdown(wait=False, cancel_futures=True)
         for ticket in list(self._open.values()):
             ticket.drop()
         self._open.clear()
         group, self._process_group = self._process_group, None
         if group is not None:
-            torch.distributed.destroy_process_group(group)
+            leave_group(group)
 
     def _joined(self) -> ProcessGroup:
         group = self._process_group
-        if group is None:
+        if self._broken or group is None:
             raise RuntimeError("the channels of this rank are closed")
         return group

@@ -141,6 +141,11 @@ class NcclChannels:
         for channel in self._channels.values():
             channel.group.abort()
 
+    def close(self) -> None:
+        """Abort every communicator, which nobody waits for any more."""
+        self.abandon()
+        self._open = []
+
     def _post(
         self, key: Key, peer: int, channel: _Channel, flats: list[Tensor], wire_formats: Sequence[WireFormat]
     ) -> Ticket:

@@ -1,0 +1,94 @@
+"""A process is killed, stopped or interrupted at random: all others end in time and by name, or rightly.
+
+``make kill`` tries 100 points; the suite tries 10. `KillPoint.of(seed)` is one of them:
+``make kill KILL_POINTS=1 KILL_SEED=seed`` tries it again.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support.kill_points import LIMIT_S, RANKS, KillPoint, live
+from zbcompile.runtime.launch import Outcome, spawn_outcomes
+
+LATEST_S = LIMIT_S + 3.0
+"""From the signal to the last error, where the others wait for the rank at once."""
+
+BUSY_S = {"build": 4.0, "first eval": 2.0}
+"""Seconds for which the others may still be busy themselves, on a loaded machine."""
+
+AT_ONCE = 2
+"""Points that are tried at the same time."""
+
+ENDS = {"KILL": -9, "TERM": -15}
+
+
+@pytest.mark.timeout(3600)
+def test_whatever_is_killed_all_others_end_in_time(
+    kill_points: range, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        reports = list(pool.map(lambda seed: tried(KillPoint.of(seed), tmp_path), kill_points))
+    with capfd.disabled():
+        print()
+        for point, late, ends, _ in reports:
+            where = f"SIG{point.signal} to rank {point.rank} {point.delay_s:.2f} s into the {point.phase}"
+            store = ", which keeps the store" if point.rank_0_keeps_store and point.rank == 0 else ""
+            print(f"  {point.seed:>4} {where + store:<72} {late:6.2f} s  {' '.join(ends)}")
+    wrong = [f"{point}: {fault}" for point, _, _, faults in reports for fault in faults]
+    assert not wrong, "\n".join(wrong)
+
+
+def tried(point: KillPoint, folder: Path) -> tuple[KillPoint, float, list[str], list[str]]:
+    """Return when the last rank ended after the signal, how each rank ended, and what is wrong with that."""
+    folder = folder / str(point.seed)
+    folder.mkdir()
+    outcomes = spawn_outcomes(live, RANKS, (point, str(folder)), timeout_s=90.0)
+    sent = folder / "sent"
+    sent_at = float(sent.read_text()) if sent.exists() and sent.read_text().strip() else time.time()
+    ends, faults, late = [], [], 0.0
+    for outcome in outcomes:
+        if outcome.rank == point.rank and outcome.exit_code == ENDS.get(point.signal):
+            ends.append("-")
+            continue
+        if outcome.exit_code != 0 or not isinstance(outcome.value, dict):
+            faults.append(f"rank {outcome.rank} ended with {outcome.exit_code}: {outcome.error}")
+            continue
+        seen = outcome.value
+        ends.append(seen["kind"] or "right")
+        faults += [
+            f"rank {outcome.rank}: {fault}" for fault in wrong_with(point, outcome, seen["at"] - sent_at)
+        ]
+        if outcome.rank != point.rank:
+            late = max(late, seen["at"] - sent_at)
+    return point, late, ends, faults
+
+
+def wrong_with(point: KillPoint, outcome: Outcome, late: float) -> list[str]:
+    """Return what is wrong with how a living rank ended."""
+    seen = outcome.value
+    assert isinstance(seen, dict)
+    kind, text = seen["kind"], seen["text"]
+    faults = [] if seen["right"] else ["wrong gradients"]
+    if not kind:
+        return faults
+    own = outcome.rank == point.rank
+    if kind != "PipelineError" and not (own and kind == "KeyboardInterrupt"):
+        faults.append(f"ended with {kind}: {text}")
+    if kind == "PipelineError" and not own and f"rank {point.rank}" not in text:
+        keeper = point.rank == 0 and point.rank_0_keeps_store
+        if not (keeper and "the key-value store of the process group" in text):
+            faults.append(f"does not name rank {point.rank}: {text}")
+    if not own and late > LATEST_S + BUSY_S.get(point.phase, 0.0):
+        faults.append(f"ended {late:.1f} s after the signal: {text}")
+    if (
+        seen["again"] is not None
+        and seen["built"]
+        and seen["again"][0] not in ("PipelineError", "UsageError")
+    ):
+        faults.append(f"then {seen['again']}")
+    return faults

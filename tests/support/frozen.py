@@ -1,0 +1,76 @@
+"""What the processes of `test_store` run: the store lives in rank 0, which stands still for a while."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.support.ways_out import LIMIT_S, Seen, attempt, batch, failing, make_pipeline
+from zbcompile.compiler import evaluation as evaluation_module
+from zbcompile.compiler import stages as stages_module
+from zbcompile.runtime.verbs import Rank
+
+STILL_S = LIMIT_S + 4.0
+
+
+def stand_still(rank: int, port: int, where: str) -> dict[str, Any]:
+    """Stop rank 0, which keeps the store, in a build, a step or an evaluation."""
+    dist.destroy_process_group()
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    x, y = batch()
+    times = [time.monotonic()]
+
+    def freeze() -> None:
+        times[0] = time.monotonic()
+        subprocess.Popen(["sh", "-c", f"sleep {STILL_S}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        raise RuntimeError("rank 0 goes on")
+
+    place = {"build": stages_module, "evaluation": evaluation_module, "step": Rank}[where]
+    name = "_run" if where == "step" else "capture"
+    pipeline = make_pipeline()
+    if where != "build":
+        pipeline.step(x, target=y)
+        pipeline.synchronize()
+    with failing(place, name, rank == 0, freeze):
+        seen: Seen = attempt(
+            lambda: pipeline.eval(x) if where == "evaluation" else pipeline.step(x, target=y)
+        )
+    again = attempt(lambda: pipeline.step(x, target=y)) if where != "build" else None
+    return {"seen": seen, "again": again, "stopped_at": times[0]}
+
+
+def listeners(pid: int) -> list[str]:
+    """Return the addresses, in hexadecimal, on which a process listens for TCP."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = os.readlink(descriptor)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            inodes.add(target.removeprefix("socket:[").removesuffix("]"))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.append(fields[1].rpartition(":")[0])
+    return found
+
+
+def listening(rank: int, parent: int) -> dict[str, list[str]]:
+    """Return where this process and its parent listen, after a step."""
+    x, y = batch()
+    with make_pipeline() as pipeline:
+        pipeline.step(x, target=y)
+        found = {"own": listeners(os.getpid()), "store": listeners(parent)}
+        pipeline.synchronize()
+    return found

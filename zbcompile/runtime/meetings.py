@@ -1,0 +1,203 @@
+"""Meetings: all ranks exchange small texts through the key-value store.
+
+Unlike a collective of a process group, a meeting can be left: a rank whose call is ended while it waits for
+the others goes, and nothing that it has posted meets what comes later. Meetings are named by the call that
+they belong to, which all ranks count alike.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from torch.distributed.distributed_c10d import Store
+
+from zbcompile.runtime.doing import Doing
+from zbcompile.runtime.store_thread import StoreError
+from zbcompile.runtime.watchdog import Watchdog
+
+__all__ = ["Meetings"]
+
+T = TypeVar("T")
+
+_PART = 4 << 20
+"""Characters of one value in the store; `torch.distributed.TCPStore` refuses values above 8 MiB."""
+
+_SHORTEST_S, _LONGEST_S = 0.001, 0.05
+"""Pauses between two looks for what is not there yet: an eighth of the time waited, within these."""
+
+
+class Meetings:
+    """The meetings of one rank.
+
+    Parameters
+    ----------
+    watchdog
+        Ends the waits; its store carries the texts.
+    """
+
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog, self._store = watchdog, watchdog.store
+        self._rank, self._size = watchdog.rank, watchdog.size
+        self._call, self._count = -1, 0
+        self._last: list[str] = []
+
+    def meet(
+        self,
+        what: str,
+        text: str = "",
+        answer: Callable[[list[str]], str] = json.dumps,
+        *,
+        key: str = "",
+        extra_s: float = 0.0,
+    ) -> str:
+        """Give every rank the answer that rank 0 makes from the texts of all.
+
+        Parameters
+        ----------
+        what
+            What the ranks meet for, in words.
+        text
+            This rank's text.
+        answer
+            What rank 0 makes of the texts, by rank.
+        key
+            Name of the meeting; default: the number of the call and of the meeting in it.
+        extra_s
+            Seconds beyond the stall limit that rank 0 may take to come.
+
+        Raises
+        ------
+        Ended
+            The call has been ended, here or by another rank.
+        """
+        key = key or self._next_key()
+        theirs = [(f"{key}/{rank}", rank) for rank in range(1, self._size)]
+        everyone = (f"{key}/all", 0)
+        if self._rank == 0:
+            found = answer([text, *self._fetch(theirs, what, 0.0)])
+            self._ask(lambda store: _put(store, everyone[0], found))
+            self._forget([name for name, _ in theirs] + [everyone[0]])
+            return found
+        self._ask(lambda store: _put(store, f"{key}/{self._rank}", text))
+        return self._fetch([everyone], what, extra_s)[0]
+
+    def alone(self, function: Callable[[], T], words: str, peer: int) -> T:
+        """Wait for a function that runs in a thread of its own, because nothing can interrupt it.
+
+        Parameters
+        ----------
+        function
+            What to run.
+        words, peer
+            What this rank waits for, as in `Doing`.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="zbcompile waits", daemon=True).start()
+        with self.waiting(words, peer):
+            return self._result(future)
+
+    @contextlib.contextmanager
+    def waiting(self, words: str, peer: int) -> Iterator[None]:
+        """Let the watchdog know that this rank waits."""
+        watchdog = self._watchdog
+        before = watchdog.doing
+        watchdog.doing = Doing(words, peer, time.monotonic())
+        try:
+            yield
+        finally:
+            watchdog.doing = before
+
+    def _next_key(self) -> str:
+        call = self._watchdog.call
+        if call != self._call:
+            self._call, self._count = call, 0
+        self._count += 1
+        return f"meet/{call}/{self._count}"
+
+    def _fetch(self, wanted: Sequence[tuple[str, int]], what: str, extra_s: float) -> list[str]:
+        """Return the values of keys, in order; wait for the ranks that write them."""
+        found: list[str] = []
+        watchdog, begin = self._watchdog, time.monotonic()
+        with self.waiting("", wanted[0][1]):
+            while True:
+                rank = wanted[len(found)][1]
+                words = f"waits for rank {rank} to come to {what}"
+                watchdog.doing = Doing(words, rank, begin, extra_s)
+                there, lost = self._ask(_reader(wanted[len(found) :]))
+                found += there
+                if len(found) == len(wanted):
+                    return found
+                if lost and not there:
+                    watchdog.broken(rank, words)
+                time.sleep(min(_LONGEST_S, max(_SHORTEST_S, (time.monotonic() - begin) / 8)))
+                watchdog.check()
+
+    def _ask(self, question: Callable[[Store], T]) -> T:
+        try:
+            return self._result(self._store.submit(question))
+        except StoreError:
+            self._watchdog.lost_store()
+
+    def _result(self, future: Future[T]) -> T:
+        while True:
+            try:
+                return future.result(0.05)
+            except TimeoutError:
+                if future.done():
+                    return future.result()
+            self._watchdog.check()
+
+    def _forget(self, keys: list[str]) -> None:
+        """Delete the texts of the meeting before this one, which everybody has read."""
+        last, self._last = self._last, keys
+
+        def question(store: Store) -> None:
+            with contextlib.suppress(Exception):  # not every kind of store can
+                for key in last:
+                    store.delete_key(key)
+
+        self._store.submit(question)
+
+
+def _put(store: Store, key: str, text: str) -> None:
+    """Write a text of any length, its first part last."""
+    data = base64.b64encode(zlib.compress(text.encode(), 1)).decode()
+    parts = [data[k : k + _PART] for k in range(0, len(data), _PART)]
+    for k, part in enumerate(parts[1:]):
+        store.set(f"{key}#{k}", part)
+    store.set(key, f"{len(parts) - 1} {parts[0]}")
+
+
+def _get(store: Store, key: str) -> str:
+    head, _, data = store.get(key).decode().partition(" ")
+    rest = [store.get(f"{key}#{k}").decode() for k in range(int(head))]
+    return zlib.decompress(base64.b64decode(data + "".join(rest))).decode()
+
+
+def _reader(wanted: Sequence[tuple[str, int]]) -> Callable[[Store], tuple[list[str], bool]]:
+    """Return a question for the values that are there, and for whether the rank of the next one is lost."""
+
+    def question(store: Store) -> tuple[list[str], bool]:
+        found: list[str] = []
+        for key, rank in wanted:
+            if not store.check([key]):
+                return found, bool(store.check([f"lost/{rank}"]))
+            found.append(_get(store, key))
+        return found, False
+
+    return question
