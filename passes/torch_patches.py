@@ -1,8 +1,12 @@
 """Patch torch while a model is traced: every context that changes how torch behaves, and puts it back.
 
 Capture uses `as_in_eager`, `compiled_code_as_eager`, `distributions_unchecked`,
+<<<<<<< HEAD
 `grouped_products_of_any_dtype`, `quiet` and `without_tensor_hooks`; the joint trace uses
 `joint_trace_patched`.
+=======
+`grouped_products_of_any_dtype`, `quiet` and `without_tensor_hooks`; the joint trace `joint_trace_patched`.
+>>>>>>> 730c970 (Names of compiled code as the user wrote them; types)
 """
 
 from __future__ import annotations
@@ -103,10 +107,13 @@ def compiled_code_as_eager() -> Iterator[list[str]]:
         frame = sys._getframe(1)
         if frame.f_code.co_name == "compile_wrapper":
             function = frame.f_locals.get("fn")
-            owner = getattr(function, "__self__", None)
-            name = type(owner).__name__ if owner is not None else getattr(function, "__qualname__", "")
+            while (inner := getattr(function, "__wrapped__", None)) is not None:
+                function = inner
+            owner = getattr(function, "__self__", function)
+            name = getattr(function, "__qualname__", "") if owner is function else ""
+            name = name or type(owner).__name__
             own = str(getattr(function, "__module__", "")).startswith("torch._higher_order_ops")
-            if name and not own and name not in names:
+            if not own and name not in names:
                 names.append(name)
         return given(callback)
 

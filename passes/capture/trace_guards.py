@@ -126,9 +126,8 @@ def _chosen_attention(func: _Function, args: tuple[object, ...], given: Mapping[
     flash, _, math, _ = _kernels()
     query = args[0] if args else given.get("query")
     on_cpu = isinstance(query, Tensor) and query.device.type == "cpu"
-    is_attention = func is F.scaled_dot_product_attention
-    if is_attention and on_cpu and (flash or math):
-        # Flash is the first choice on a CPU anyway.
+    alone = func is F.scaled_dot_product_attention
+    if alone and on_cpu and (flash or math):  # flash is the first choice there anyway
         kernel: _Function = func if flash else torch_private.math_attention
         return kernel(*args, **given)
     raise CaptureError(
