@@ -5,8 +5,10 @@ With integers the integer program is exact, JSON is exact, and tests compare wit
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from zbcompile.errors import UsageError
 
@@ -228,10 +230,9 @@ class Profile:
         """Return the link between two ranks; within one rank it is free."""
         if source_rank == target_rank:
             return _FREE
-        for pair, link in self.links:
-            if pair == (source_rank, target_rank):
-                return link
-        return self.link
+        pair = (source_rank, target_rank)
+        k = bisect_left(self.links, pair, key=itemgetter(0))
+        return self.links[k][1] if k < len(self.links) and self.links[k][0] == pair else self.link
 
     def choose(self, variants: Sequence[int]) -> Profile:
         """Return the profile with one variant fixed per stage.

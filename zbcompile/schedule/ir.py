@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zbcompile.errors import FormatError, UsageError
 
@@ -144,6 +144,7 @@ class Placement:
     """
 
     rank_of: tuple[int, ...]
+    _stages: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.rank_of:
@@ -155,6 +156,10 @@ class Placement:
                 given=sorted(ranks),
                 fix="number the ranks from 0 and give every rank a stage",
             )
+        stages: list[list[int]] = [[] for _ in ranks]
+        for stage, rank in enumerate(self.rank_of):
+            stages[rank].append(stage)
+        object.__setattr__(self, "_stages", tuple(map(tuple, stages)))
 
     @staticmethod
     def linear(num_ranks: int) -> Placement:
@@ -217,11 +222,11 @@ class Placement:
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""
-        return max(self.rank_of) + 1
+        return len(self._stages)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, in increasing order."""
-        return tuple(s for s, r in enumerate(self.rank_of) if r == rank)
+        return self._stages[rank]
 
     @property
     def name(self) -> str:

@@ -10,11 +10,13 @@ microbatch k. On a rank F(i) holds M_B until B(i) ends, and B(i) holds M_W until
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+
 from zbcompile.planner.bounds.area import area_bounds
 from zbcompile.planner.bounds.bound import Bound
-from zbcompile.planner.bounds.enclosing_pair import enclosing_pair_bounds
+from zbcompile.planner.bounds.enclosing_pair import best_enclosing_pair, enclosing_pair_bounds
 from zbcompile.planner.bounds.head_and_tail import makespan_bounds
-from zbcompile.planner.bounds.rank_idle import rank_idle
+from zbcompile.planner.bounds.rank_idle import RankIdle, rank_idle
 from zbcompile.planner.bounds.warmup import warmup_bounds
 from zbcompile.planner.bounds.work import work_bounds
 from zbcompile.planner.core.instance import Instance
@@ -29,17 +31,27 @@ def analytic_bounds(problem: Problem) -> list[Bound]:
     instance = Instance.of(problem).relaxed()
     paths = Paths.of(instance)
     idles = [rank_idle(instance, paths, rank) for rank in range(instance.num_ranks)]
-    found = [
-        *work_bounds(instance, idles),
-        *area_bounds(instance, paths),
-        *enclosing_pair_bounds(instance, paths, idles),
-        *warmup_bounds(instance, paths),
-    ]
-    if problem.objective == "makespan":
-        found.extend(makespan_bounds(instance, paths, idles))
-    return sorted(found, key=lambda bound: -bound.value_ns)
+    pairs = enclosing_pair_bounds(instance, paths, idles)
+    return sorted(_collected(instance, paths, idles, pairs), key=lambda bound: -bound.value_ns)
 
 
 def best_bound(problem: Problem) -> Bound:
-    """Return the strongest of `analytic_bounds`."""
-    return analytic_bounds(problem)[0]
+    """Return the strongest of `analytic_bounds`, without looking at every pair of ranks."""
+    instance = Instance.of(problem).relaxed()
+    paths = Paths.of(instance)
+    idles = [rank_idle(instance, paths, rank) for rank in range(instance.num_ranks)]
+    pair = best_enclosing_pair(instance, paths, idles)
+    found = _collected(instance, paths, idles, () if pair is None else (pair,))
+    return max(found, key=lambda bound: bound.value_ns)
+
+
+def _collected(
+    instance: Instance, paths: Paths, idles: Sequence[RankIdle], pairs: Iterable[Bound]
+) -> Iterator[Bound]:
+    """Yield the bounds for the instance's objective, those of the enclosing pairs as given."""
+    yield from work_bounds(instance, idles)
+    yield from area_bounds(instance, paths)
+    yield from pairs
+    yield from warmup_bounds(instance, paths)
+    if instance.objective == "makespan":
+        yield from makespan_bounds(instance, paths, idles)

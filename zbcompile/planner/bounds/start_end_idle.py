@@ -15,6 +15,9 @@ time of these does not fill of the longest path is idle.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
 from zbcompile.planner.bounds.knapsack import fractional
 from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.core.paths import NO_PATH, Paths
@@ -48,29 +51,31 @@ def start_idle(instance: Instance, paths: Paths, rank: int) -> tuple[int, dict[s
 
 def end_idle(instance: Instance, paths: Paths, rank: int) -> tuple[int, dict[str, object]]:
     """Return the idle time at the end of a rank in ns, and its terms for a witness."""
-    stages, best = instance.stages_of[rank], 0
+    best = 0
     terms: dict[str, object] = {"end_idle_ns": 0}
-    for s0 in stages:
-        for s1 in stages:
-            others = [s for s in stages if s not in (s0, s1)]
-            if s0 == s1 or paths.b_to_b(s1, s0) == NO_PATH:
-                continue
-            if any(paths.f_to_b(s, s1) == NO_PATH for s in stages):
-                continue
-            if any(paths.b_to_b(s, s1) == NO_PATH for s in others):
-                continue
-            length = paths.b_to_b(s1, s0) - instance.backward[s1]
-            most, in_flight = _end_work(instance, rank, s0)
-            if length - most > best:
-                best = length - most
-                terms = {
-                    "end_stages": [s1, s0],
-                    "end_window_ns": length,
-                    "end_in_flight": in_flight,
-                    "end_work_ns": most,
-                    "end_idle_ns": best,
-                }
+    for s0, s1 in sorted(_last_pairs(paths, instance.stages_of[rank])):
+        length = paths.b_to_b(s1, s0) - instance.backward[s1]
+        most, in_flight = _end_work(instance, rank, s0)
+        if length - most > best:
+            best = length - most
+            terms = {
+                "end_stages": [s1, s0],
+                "end_window_ns": length,
+                "end_in_flight": in_flight,
+                "end_work_ns": most,
+                "end_idle_ns": best,
+            }
     return best, terms
+
+
+def _last_pairs(paths: Paths, stages: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (s0, s1) where B(m) of s1 comes after all F's and B's of the rank but the B's of s0."""
+    for s1 in stages:
+        after = (s for s in stages if s != s1 and paths.b_to_b(s, s1) == NO_PATH)
+        last = list(islice(after, 2))
+        if len(last) == 1 and paths.b_to_b(s1, last[0]) != NO_PATH:
+            if all(paths.f_to_b(s, s1) != NO_PATH for s in stages):
+                yield last[0], s1
 
 
 def _end_work(instance: Instance, rank: int, s0: int) -> tuple[int, int]:

@@ -31,20 +31,20 @@ def warmup_bounds(instance: Instance, paths: Paths) -> Iterator[Bound]:
     """
     if not is_chain(instance):
         return
-    ranks, heads = range(instance.num_ranks), _heads(instance, paths)
-    low = max(heads[d] + instance.work(d) for d in ranks)
-    if _reached(instance, heads, low)[0]:
+    needed = _needed(instance, paths)
+    low = max(needed)
+    if _reached(instance, needed, low)[0]:
         return
-    high = low + max(paths.f_to_b(d, d) for d in ranks) + sum(instance.forward)
-    while not _reached(instance, heads, high)[0]:
+    high = low + max(paths.f_to_b(d, d) for d in range(instance.num_ranks)) + sum(instance.forward)
+    while not _reached(instance, needed, high)[0]:
         high += high - low
     while high - low > 1:
         middle = (low + high) // 2
-        if _reached(instance, heads, middle)[0]:
+        if _reached(instance, needed, middle)[0]:
             high = middle
         else:
             low = middle
-    steps = [list(step) for step in _reached(instance, heads, high - 1)[1]]
+    steps = [list(step) for step in _reached(instance, needed, high - 1)[1]]
     yield Bound(high, "warmup", instance.objective, {"steps_one_ns_below": steps})
 
 
@@ -65,23 +65,24 @@ def warmup_forwards(instance: Instance, paths: Paths, value: int) -> tuple[int, 
     tuple of int, or None
         ``None`` if no order can be so short.
     """
-    reached, steps = _reached(instance, _heads(instance, paths), value)
+    reached, steps = _reached(instance, _needed(instance, paths), value)
     return tuple(step[2] for step in reversed(steps)) if reached else None
 
 
-def _heads(instance: Instance, paths: Paths) -> list[int]:
-    """Return the least time before each rank's first F that counts for the objective."""
-    return [paths.head[d] if instance.objective == "makespan" else 0 for d in range(instance.num_ranks)]
+def _needed(instance: Instance, paths: Paths) -> list[int]:
+    """Return per rank its work, and for the makespan the least time before its first F."""
+    makespan = instance.objective == "makespan"
+    return [instance.work(d) + (paths.head[d] if makespan else 0) for d in range(instance.num_ranks)]
 
 
-def _reached(instance: Instance, heads: list[int], value: int) -> tuple[bool, list[Step]]:
+def _reached(instance: Instance, needed: list[int], value: int) -> tuple[bool, list[Step]]:
     """Return whether every rank finds an interval for ``value``, and the steps from the last rank up."""
     steps: list[Step] = []
     last = instance.num_stages - 1
     at = 0
     for d in range(last, -1, -1):
         forward, saved = instance.forward[d], instance.saved[d]
-        allowed = value - heads[d] - instance.work(d)
+        allowed = value - needed[d]
         if d == last:
             at = forward
         else:

@@ -21,6 +21,7 @@ __all__ = [
     "Op",
     "W",
     "is_chain",
+    "is_path",
     "shaped",
     "to_codes",
     "to_schedule",
@@ -149,8 +150,13 @@ class Instance:
 
 def is_chain(instance: Instance) -> bool:
     """Return whether each rank has one stage, in rank order, that feeds the next and gets a gradient back."""
+    return instance.rank_of == tuple(range(instance.num_stages)) and is_path(instance)
+
+
+def is_path(instance: Instance) -> bool:
+    """Return whether each stage, on whatever rank, feeds the next alone and gets a gradient back."""
     last = instance.num_stages - 1
-    return instance.rank_of == tuple(range(last + 1)) and all(
+    return all(
         [other for other, _ in instance.forward_from[s]] == ([s - 1] if s else [])
         and [other for other, _ in instance.backward_from[s]] == ([s + 1] if s < last else [])
         for s in range(last + 1)

@@ -58,39 +58,38 @@ def interleaved(p: int, v: int, m: int, *, zero_bubble: bool) -> Codes | None:
 
 
 def zb_v(p: int, m: int) -> Codes:
-    """Return ZB-V for equal times: every W follows its B until the cool-down, p * M_B held at most."""
-    count = max(2 * p - 1, m)
-    return [_limited(_zb_v_rank(p, rank, count), m) for rank in range(p)]
+    """Return ZB-V for equal times: every W follows its B until the cool-down, p * M_B held at most.
+
+    With fewer than 2 p - 1 microbatches it is the order for so many, without those that there are not.
+    """
+    return [_zb_v_rank(p, rank, m) for rank in range(p)]
 
 
-def _zb_v_rank(p: int, rank: int, count: int) -> Row:
+def _zb_v_rank(p: int, rank: int, m: int) -> Row:
     down, up = rank, 2 * p - 1 - rank
-    row: Row = [(F, down)] * (2 * (p - rank) - 1)
-    row += [(F, up), (F, down)] * rank
-    row += [(F, up), (B, up), (W, up)] * (p - rank)
-    down_f, up_f = 2 * (p - rank) - 1 + rank, p
-    while up_f < down_f or down_f < count:
-        if down_f < count:
-            row.append((F, down))
-            down_f += 1
-        row += [(B, down), (W, down), (F, up), (B, up), (W, up)]
-        up_f += 1
-    row += [(B, down), (B, up)] * rank
-    row += [(B, down), (W, down)] * (p - rank)
-    for s in (up, down):
-        row += [(W, s)] * (row.count((B, s)) - row.count((W, s)))
+    count, warm = max(2 * p - 1, m), 2 * (p - rank) - 1
+    steady = max(0, count - warm - rank)  # rounds with an F of the lower stage
+    drain = max(0, max(count, warm + rank) - p - steady)
+    parts: list[tuple[int, Row]] = [
+        (warm, [(F, down)]),
+        (rank, [(F, up), (F, down)]),
+        (p - rank, [(F, up), (B, up), (W, up)]),
+        (steady, [(F, down), (B, down), (W, down), (F, up), (B, up), (W, up)]),
+        (drain, [(B, down), (W, down), (F, up), (B, up), (W, up)]),
+        (rank, [(B, down), (B, up)]),
+        (p - rank, [(B, down), (W, down)]),
+        (m, [(W, up)]),
+        (m, [(W, down)]),
+    ]
+    row: Row = []
+    left = {(kind, s): m for kind in (F, B, W) for s in (down, up)}
+    for times, part in parts:
+        for _ in range(min(times, max(left[code] for code in part))):
+            for code in part:
+                if left[code]:
+                    left[code] -= 1
+                    row.append(code)
     return row
-
-
-def _limited(row: Row, m: int) -> Row:
-    """Return the row without the actions of microbatches m and up."""
-    seen: dict[tuple[int, int], int] = {}
-    kept = []
-    for code in row:
-        seen[code] = seen.get(code, 0) + 1
-        if seen[code] <= m:
-            kept.append(code)
-    return kept
 
 
 def v_half(instance: Instance) -> Codes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import chain
 
 from zbcompile.planner.bounds.warmup import warmup_forwards
 from zbcompile.planner.core.instance import BW, B, Codes, F, Fusing, Instance, W, is_chain
@@ -83,16 +84,19 @@ def try_list_schedules(incumbent: Incumbent, tries: int, seed: int) -> None:
     budget = tuple(target - instance.work(r) for r in range(instance.num_ranks))
     kept: tuple[int, Recipe] | None = None
     used = 0
-    limits = standard_limits(instance, trips)
-    limits = [*_warmup_limits(instance, paths, target), *limits, *mixed_limits(limits[0], limits[1])]
-    recipes = [Recipe(few, theta, budget) for theta in _THETAS for few in limits]
+    standard = standard_limits(instance, trips)
+    first = [*_warmup_limits(instance, paths, target), *standard]
+    recipes = (
+        Recipe(few, theta, budget)
+        for theta in _THETAS
+        for few in chain(first, mixed_limits(standard[0], standard[1]))
+    )
     rng = random.Random(seed)
     while used < tries and not incumbent.done:
-        if used < len(recipes):
-            recipe = recipes[used]
-        elif kept is None:
-            return
-        else:
+        recipe = next(recipes, None)
+        if recipe is None:
+            if kept is None:
+                return
             recipe = _mutate(kept[1], instance, rng)
         used += 1
         codes = list_schedule(instance, recipe)

@@ -12,7 +12,7 @@ Time runs forward over all ranks; a free rank decides with what is known at that
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zbcompile.planner.core.instance import B, Codes, F, Instance, W
@@ -185,12 +185,12 @@ def standard_limits(instance: Instance, round_trips: Sequence[int]) -> list[tupl
     ]
 
 
-def mixed_limits(few: tuple[int, ...], more: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return limits with one microbatch more in flight on the first ranks than on the rest.
+def mixed_limits(few: tuple[int, ...], more: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield limits with one microbatch more in flight on the first ranks than on the rest.
 
     The middle cut comes first. The idle time before the first B grows towards rank 0 by what a round trip
     exceeds whole F's; one more F on the ranks up to a cut starts it anew from there.
     """
     p = len(few)
-    cuts = sorted(range(p - 1), key=lambda cut: (abs(2 * cut + 2 - p), cut))
-    return [(*more[: cut + 1], *few[cut + 1 :]) for cut in cuts]
+    for cut in sorted(range(p - 1), key=lambda cut: (abs(2 * cut + 2 - p), cut)):
+        yield (*more[: cut + 1], *few[cut + 1 :])
