@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from zbcompile.compiler.batch_dimension import check_batch_dimension
 from zbcompile.compiler.call import Batch, CallForm
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.lower import lower
@@ -16,6 +17,7 @@ from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.compiler.planning import keep_order_of_changes, plan_for_all
 from zbcompile.compiler.stages import build_stages
 from zbcompile.options import CompileOptions
+from zbcompile.passes.verify.verify import cheap_to_verify
 from zbcompile.runtime.group import PipelineGroup
 
 __all__ = ["build"]
@@ -56,6 +58,9 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
             verify=options.verify,
             observer=observer,
         )
+
+        if options.verify is not False and cheap_to_verify(options.model):
+            check_batch_dimension(options.model, call, batch)
 
         # 3. measure or count -> plan, once for all ranks
         solution = plan_for_all(options, group, num_ranks, call, staged, observer)
