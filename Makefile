@@ -1,13 +1,17 @@
-# make demo | make test | make lint | make models | make clean
+# make demo | make test | make test-compatible | make lint | make models | make clean
 # Everything runs in a virtual environment made here from constraints.txt.
 #   make test TORCH=2.14.1     the same with another torch, in its own environment
 #   make test PYTHON=python3   with another interpreter (3.11 or newer)
 #   make test JOBS=4           test processes
+#   make test-compatible       the bitwise tests of the passes under another instruction set
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= 2.13.0
 JOBS ?= 2
 PYTEST_ARGS ?=
+
+COMPATIBLE := tests/passes/joint tests/passes/split/test_split.py tests/passes/verify \
+	tests/pipeline/test_models.py tests/pipeline/test_failures_boundaries.py tests/pipeline/test_failures_gradients.py
 
 VENV := $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-$(TORCH))
 BIN := $(VENV)/bin
@@ -16,7 +20,7 @@ READY := $(VENV)/.ready-$(TORCH)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test lint models install wheel clean
+.PHONY: demo test test-compatible lint models install wheel clean
 
 install: $(READY)
 
@@ -33,6 +37,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+test-compatible: $(READY)
+	MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest -n $(JOBS) $(COMPATIBLE) $(PYTEST_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check zbcompile passes tests examples benchmarks
