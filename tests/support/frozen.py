@@ -14,16 +14,32 @@ import torch.distributed as dist
 from tests.support.ways_out import LIMIT_S, Seen, attempt, batch, failing, make_pipeline
 from zbcompile.compiler import evaluation as evaluation_module
 from zbcompile.compiler import stages as stages_module
+from zbcompile.runtime.launch import _loopback_store
 from zbcompile.runtime.verbs import Rank
 
 STILL_S = LIMIT_S + 4.0
 
 
-def stand_still(rank: int, port: int, where: str) -> dict[str, Any]:
-    """Stop rank 0, which keeps the store, in a build, a step or an evaluation."""
+def move_store(rank: int) -> None:
+    """Make a default process group whose store lives in rank 0, as under ``env://``."""
+    size, old = dist.get_world_size(), dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store = _loopback_store()
+        old.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(old.get("port")), is_master=False)
+    # A rank that leaves a group at once breaks the connections of those that still make theirs.
+    store.set(f"ready/{rank}", "1")
+    store.wait([f"ready/{r}" for r in range(size)])
     dist.destroy_process_group()
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    store.set(f"there/{rank}", "1")
+    store.wait([f"there/{r}" for r in range(size)])
+
+
+def stand_still(rank: int, where: str) -> dict[str, Any]:
+    """Stop rank 0, which keeps the store, in a build, a step or an evaluation."""
+    move_store(rank)
     x, y = batch()
     times = [time.monotonic()]
 

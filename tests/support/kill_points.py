@@ -12,17 +12,17 @@ from random import Random
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
-from tests.support.ways_out import attempt, batch, expected, make_pipeline
-from zbcompile.runtime.launch import _loopback_store
+import zbcompile
+from tests.support.frozen import move_store
+from tests.support.ways_out import attempt, batch, make_pipeline
+from zbcompile.runtime.group import PipelineGroup
 
-RANKS, LIMIT_S = 4, 3.0
-STILL_S = LIMIT_S + 4.0
-"""How long a stopped process stands still."""
+RANKS, LIMIT_S = 4, 6.0
 
 SIGNALS = ("KILL", "TERM", "STOP", "INT")
-PHASES = {"build": 2.5, "first step": 0.5, "step": 0.1, "first eval": 1.0, "eval": 0.1, "close": 0.05}
+PHASES = {"build": 2.5, "first step": 0.15, "step": 0.05, "first eval": 0.8, "eval": 0.05, "close": 0.03}
 """Parts of a run, and the seconds within which a signal comes after their beginning."""
 
 
@@ -68,7 +68,10 @@ class Run:
                 f"sleep {point.delay_s:.3f}; date +%s.%N > {self.folder}/sent; kill -{point.signal} {pid}"
             )
             if point.signal == "STOP":
-                script += f"; sleep {STILL_S}; kill -CONT {pid}"
+                # It goes on when all others have ended, or after half a minute.
+                ended = f"$(ls {self.folder} | grep -c ended)"
+                wait = f"while [ $i -lt 150 ] && [ {ended} -lt {RANKS - 1} ]; do sleep 0.2; i=$((i+1)); done"
+                script += f"; i=0; {wait}; kill -CONT {pid}"
             self.sender = subprocess.Popen(["sh", "-c", script])
 
     def __enter__(self) -> Run:
@@ -79,47 +82,62 @@ class Run:
             self.sender.kill()
 
 
-def live(rank: int, point: KillPoint, folder: str) -> dict[str, Any]:
-    """Compile, step, evaluate and close; return how it ended, when, and whether all gradients were right."""
+def live(
+    rank: int, point: KillPoint, folder: str, pipeline: zbcompile.Pipeline | None, wanted: dict[str, Tensor]
+) -> dict[str, Any]:
+    """Compile, step, evaluate and close; return how it ended, when, and whether all gradients were right.
+
+    Without the phase that compiles, ``pipeline`` is what was compiled in the process that this one is a copy of.
+    """
     if point.rank_0_keeps_store:
-        _move_store(rank)
+        move_store(rank)
     x, y = batch()
     right = [True]
+    mine = make_pipeline(stall_limit=LIMIT_S) if pipeline is None else pipeline
 
     def step() -> None:
-        pipeline.zero_grad()
-        pipeline.step(x, target=y)
-        own = dict(pipeline.named_parameters())
-        right[0] &= all(torch.allclose(own[n].grad, wanted[n], atol=1e-6) for n in own)  # type: ignore[arg-type]
+        mine.zero_grad()
+        mine.step(x, target=y)
+        own = dict(mine.named_parameters())
+        grads = {n: p.grad for n, p in own.items() if p.grad is not None}
+        right[0] &= grads.keys() == own.keys()
+        right[0] &= all(torch.allclose(grad, wanted[n], atol=1e-6) for n, grad in grads.items())
 
-    def whole() -> None:
-        run.phase("build")
-        pipeline.build((x,), {}, y)
-        for name, call in PARTS:
-            run.phase(name)
-            call()
-        pipeline.synchronize()
-        run.phase("close")
-        pipeline.close()
+    def build() -> None:
+        if pipeline is None:
+            mine.build((x,), {}, y)
+            return
+        group = PipelineGroup(None, LIMIT_S)
+        with group.calls.building("the test"):
+            pipeline._ready().run_on(group)
 
     def evaluate() -> None:
-        pipeline.eval(x)
+        mine.eval(x)
 
-    PARTS: list[tuple[str, Callable[[], None]]] = [
-        ("first step", step),
-        ("step", step),
-        ("first eval", evaluate),
-        ("eval", evaluate),
-        ("step again", step),
-    ]
-    wanted = expected()
-    pipeline = make_pipeline(stall_limit=LIMIT_S)
+    def end() -> None:
+        mine.synchronize()
+        run.phase("close")
+        mine.close()
+
+    parts: dict[str, list[tuple[str, Callable[[], None]]]] = {
+        "step": [("step", step)],
+        "first eval": [("first eval", evaluate), ("", step)],
+        "eval": [("", evaluate), ("eval", evaluate)],
+    }
+
+    def whole() -> None:
+        chosen = parts.get(point.phase, [])
+        for name, call in [("build", build), ("first step", step), *chosen, ("", step), ("", end)]:
+            run.phase(name)
+            call()
+
     with Run(rank, point, folder) as run:
         seen = attempt(whole)
         ended = time.time()
-        built = pipeline._compiled is not None
+        built = mine._compiled is not None
         again = attempt(step) if seen.kind else None
-        attempt(pipeline.close)
+        attempt(mine.close)
+        (run.folder / f"ended-{rank}").touch()
     return {
         "kind": seen.kind,
         "text": seen.text,
@@ -128,15 +146,3 @@ def live(rank: int, point: KillPoint, folder: str) -> dict[str, Any]:
         "right": right[0],
         "again": None if again is None else (again.kind, again.text),
     }
-
-
-def _move_store(rank: int) -> None:
-    """Make a default process group whose store lives in rank 0."""
-    first = dist.distributed_c10d._get_default_store()
-    if rank == 0:
-        store = _loopback_store()
-        first.set("port", str(store.port))
-    else:
-        store = dist.TCPStore("127.0.0.1", int(first.get("port")), is_master=False)
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)

@@ -199,7 +199,7 @@ class DistributedCall:
     def _take_up(self) -> None:
         """Go on after a refusal, or raise for one that this rank has not raised for."""
         watchdog = self._watchdog
-        watchdog.gentle = self._own_error
+        watchdog.gentle = watchdog.needs_all = self._own_error
         if watchdog.refused is None:
             watchdog.check()
         elif watchdog.told:

@@ -262,7 +262,7 @@ class PipelineGroup:
     def _note_lost(self, peer: int) -> None:
         """Let the ranks that wait for ``peer`` know that its process has ended."""
         if not self._control_broken:
-            self.watchdog.store.submit(lambda store: store.set(f"lost/{peer}", "1"))
+            self.watchdog.lose(peer)
 
     def require_size(self, wanted: int | None) -> None:
         """Raise `UsageError` if another number of ranks was asked for."""

@@ -106,6 +106,8 @@ class Watchdog:
         Whether the call has been ended.
     gentle
         Whether an interrupt waits a moment, because the rank traces or plans.
+    needs_all
+        Whether the call fails at once when a rank is lost, even before this rank waits for it.
     dirty
         Whether messages may be left in the channels.
     on_end
@@ -119,7 +121,7 @@ class Watchdog:
         self.refused: Event | None = None
         self.told = False
         self.call = self.settled = 0
-        self.inside = self.ended = self.gentle = self.dirty = False
+        self.inside = self.ended = self.gentle = self.dirty = self.needs_all = False
         self.on_end: list[Callable[[bool], None]] = []
         self.lock = threading.Lock()
         self.store = StoreThread(store)
@@ -167,7 +169,7 @@ class Watchdog:
     def leave(self) -> None:
         """Leave the call."""
         with self.lock:
-            self.inside = self.gentle = False
+            self.inside = self.gentle = self.needs_all = False
             self.doing = self._runner_doing = None
         if self._main is not None:
             self._main = None
@@ -241,6 +243,14 @@ class Watchdog:
     def _all_know(self, store: Store) -> bool:
         ranks = (rank for rank in range(self.size) if rank != self.rank)
         return all(store.check([f"knows/{rank}"]) or store.check([f"lost/{rank}"]) for rank in ranks)
+
+    def lose(self, peer: int) -> None:
+        """Note, on the thread that saw it, that the process of a rank has ended."""
+        self.store.submit(lambda store: store.set(f"lost/{peer}", "1"))
+        deadline = time.monotonic() + _GRACE_S
+        while self.needs_all and not self.ended and not self._stop.wait(0.02):
+            if time.monotonic() > deadline:
+                self.fail(f"rank {peer} is gone: its connection to rank {self.rank} closed")
 
     def lost_store(self) -> NoReturn:
         """End the call because the store has failed. Raises `Ended`."""
