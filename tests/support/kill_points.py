@@ -87,7 +87,8 @@ def live(
 ) -> dict[str, Any]:
     """Compile, step, evaluate and close; return how it ended, when, and whether all gradients were right.
 
-    Without the phase that compiles, ``pipeline`` is what was compiled in the process that this one is a copy of.
+    Without the phase that compiles, ``pipeline`` is what was compiled in the process that this one is a copy
+    of.
     """
     if point.rank_0_keeps_store:
         move_store(rank)
