@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from zbcompile.errors import UsageError
+from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.problem import Objective, Problem
 
@@ -84,6 +85,8 @@ class Solution:
         Which variant, per stage (0: the stage itself).
     origin
         How the order was found (``classic ZB-H1``, ``greedy``, ``search``, ``cp_sat``, ``imported``).
+    offered
+        The profile with all its variants, from which ``variants`` chooses; None where no stage offers any.
     """
 
     problem: Problem
@@ -91,3 +94,4 @@ class Solution:
     certificate: Certificate
     variants: tuple[int, ...] = ()
     origin: str = ""
+    offered: Profile | None = None
