@@ -14,7 +14,18 @@ __all__ = [
     "SplitError",
     "UsageError",
     "ZBCompileError",
+    "printable",
 ]
+
+
+def printable(text: str) -> str:
+    """Return a text with every character that a terminal obeys written as its escape; ends of lines stay.
+
+    ``ESC [ 2 J  -->  \\x1b[2J``
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class ZBCompileError(Exception):
@@ -52,6 +63,7 @@ class ZBCompileError(Exception):
         super().__init__(what)
 
     def __str__(self) -> str:
+        """Write the error for people. What it quotes may come from a file: no control character gets out."""
         lines = [f"{self.what} ({self.where})" if self.where else self.what]
         sides = (("needed", self.needed), ("given", self.given))
         known = [f"{word}: {value}" for word, value in sides if value is not None]
@@ -59,7 +71,7 @@ class ZBCompileError(Exception):
             lines.append("; ".join(known))
         if self.fix:
             lines.append(f"to fix: {self.fix}")
-        return "\n  ".join(lines)
+        return printable("\n  ".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the keyword parts when an error crosses a process boundary."""

@@ -20,6 +20,9 @@ from zbcompile.schedule.simulate import simulate, timeline_of
 
 __all__ = ["merge_backward"]
 
+_WORK = 1 << 18
+"""Tries times actions that merging may cost: about three seconds."""
+
 Pair = tuple[int, int]
 """Rank, and position of the B in its order; the W stands behind it."""
 
@@ -27,7 +30,8 @@ Pair = tuple[int, int]
 def merge_backward(schedule: Schedule, problem: Problem) -> Schedule:
     """Return the order with as many pairs merged as are free.
 
-    Pairs are tried by halving: all at once, else each half by itself.
+    Pairs are tried by halving: all at once, else each half by itself, down to one pair; in long orders, where
+    each try takes longer, down to groups of which `_WORK` allows a try for each.
     """
     pairs = [
         (rank, k)
@@ -36,7 +40,9 @@ def merge_backward(schedule: Schedule, problem: Problem) -> Schedule:
         if _is_pair(row[k], row[k + 1]) and not _takes_longer(row[k], problem)
     ]
     limit = simulate(schedule, problem).value_ns
-    return _merged(schedule, _free(schedule, problem, pairs, [], limit))
+    actions = sum(map(len, schedule.order))
+    least = max(1, 2 * len(pairs) * actions // _WORK)
+    return _merged(schedule, _free(schedule, problem, pairs, [], limit, least))
 
 
 def _is_pair(first: Action, second: Action) -> bool:
@@ -54,20 +60,23 @@ def _takes_longer(action: Action, problem: Problem) -> bool:
 
 
 def _free(
-    schedule: Schedule, problem: Problem, pairs: Sequence[Pair], taken: list[Pair], limit: int
+    schedule: Schedule, problem: Problem, pairs: Sequence[Pair], taken: list[Pair], limit: int, least: int
 ) -> list[Pair]:
-    """Return ``taken`` and those of ``pairs`` that can be merged as well within ``limit`` ns."""
+    """Return ``taken`` and those of ``pairs`` that can be merged as well within ``limit`` ns.
+
+    Groups of ``least`` pairs or fewer are not halved.
+    """
     if not pairs:
         return taken
     merged = _merged(schedule, [*taken, *pairs])
     _, graph = judge(merged, problem)
     if graph is not None and timeline_of(graph).value_ns <= limit:
         return [*taken, *pairs]
-    if len(pairs) == 1:
+    if len(pairs) <= least:
         return taken
     half = len(pairs) // 2
-    taken = _free(schedule, problem, pairs[:half], taken, limit)
-    return _free(schedule, problem, pairs[half:], taken, limit)
+    taken = _free(schedule, problem, pairs[:half], taken, limit, least)
+    return _free(schedule, problem, pairs[half:], taken, limit, least)
 
 
 def _merged(schedule: Schedule, pairs: Sequence[Pair]) -> Schedule:

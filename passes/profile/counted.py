@@ -182,7 +182,7 @@ def _bound(node: Node, size: int | torch.SymInt) -> int:
         raise UsageError(
             f"the cost of {node.target} cannot be counted: its size depends on data and has no upper bound",
             where=source_of(node),
-            fix='leave profile out, so that the stages are measured, or give sizes as Python numbers',
+            fix="leave profile out, so that the stages are measured, or give sizes as Python numbers",
         )
     return bound
 

@@ -398,11 +398,46 @@ def test_options_that_mean_nothing_end_with_2(capsys, profile_path: Path, words:
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("words", [("--microbatches", "0"), ("--time-limit", "-1"), ("--objective", "speed")])
-def test_options_that_argparse_refuses_end_with_2(profile_path: Path, words: tuple[str, str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["plan", str(profile_path), *words])
-    assert caught.value.code == 2
+REFUSED = [
+    ("--microbatches", "0"),
+    ("--microbatches", "1_0"),
+    ("--microbatches", "\u0663"),
+    ("--time-limit", "-1"),
+    ("--time-limit", "nan"),
+    ("--time-limit", "1e-300"),
+    ("--objective", "speed"),
+    ("--seed", "2147483648"),
+    ("--seed", "-1"),
+    ("--seed", "x"),
+    ("--micro", "4"),
+    ("--quie",),
+    ("--cap", ""),
+    ("--cap", " "),
+    ("--cap=",),
+    ("--placement", ""),
+    ("--transport", ""),
+    ("-o", ""),
+    ("--", "second"),
+]
+
+
+@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
+def test_options_that_the_parser_refuses_end_with_2(
+    capsys, profile_path: Path, words: tuple[str, str]
+) -> None:
+    code, out, err = run(capsys, "plan", profile_path, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: zbcompile")
+
+
+def test_a_seed_of_31_bits_is_taken(capsys, profile_path: Path) -> None:
+    words = ("--seed", (1 << 31) - 1, "--time-limit", 1, "--quiet")
+    assert run(capsys, "plan", profile_path, *words)[0] == 0
+
+
+@pytest.mark.parametrize("option", ["--profile", "--cap", "--measured", "--from", "--to", "--svg", "--width"])
+def test_an_option_that_is_given_says_something(capsys, schedule_path: Path, option: str) -> None:
+    assert run(capsys, "show", schedule_path, option, "")[:2] == (2, "")
 
 
 def test_a_foreign_file_is_named_as_such(capsys, profile_path: Path, schedule_path: Path) -> None:

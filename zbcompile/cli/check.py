@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from zbcompile.cli.inputs import load_scheduled, say
+from zbcompile.cli.inputs import check_plannable, load_scheduled, where_of
 from zbcompile.cli.shared_options import add_schedule_input
 from zbcompile.errors import CheckError, UsageError
 from zbcompile.formats.fields import format_json
-from zbcompile.formats.files import write_text
 from zbcompile.formats.schedule_json import ScheduleFile
+from zbcompile.formats.streams import check_output, say, write_output
 from zbcompile.schedule.check import judge
 from zbcompile.schedule.event_graph import EventGraph
 from zbcompile.schedule.simulate import timeline_of
@@ -28,18 +28,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge a schedule; return 0 when it is sound and 1 when it is not."""
+    check_output()
     file = load_scheduled(arguments)
     problem = file.problem or unit_problem(file.schedule)
     found, graph = judge(file.schedule, problem)
     if arguments.certificate and (file.certificate is None or file.problem is None):
         raise UsageError("the schedule carries no certificate to prove", fix="leave --certificate out")
+    if arguments.certificate and file.problem is not None:
+        check_plannable(file.problem, where_of(arguments.schedule))
     proof: list[str] = []
     if graph is not None:
         found += _claims(file, graph)
     if not found and arguments.certificate:
         found, proof = _proved(file.solution())
     if arguments.json:
-        write_text("-", format_json(_verdict(file, found)))
+        write_output(format_json(_verdict(file, found)))
         return 1 if found else 0
     for fault in found:
         say(f"fault: {fault}")
@@ -53,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if file.certificate is not None:
         words.append("certificate proved again" if arguments.certificate else "value as certified")
     lines = [f"ok: {count} actions on {file.schedule.num_ranks} ranks: {', '.join(words)}", *proof]
-    write_text("-", "\n".join(lines) + "\n")
+    write_output("\n".join(lines) + "\n")
     return 0
 
 

@@ -7,7 +7,7 @@ import argparse
 from zbcompile.cli.inputs import load_problem
 from zbcompile.cli.shared_options import add_problem_options, add_search_options
 from zbcompile.formats.fields import format_json
-from zbcompile.formats.files import write_text
+from zbcompile.formats.streams import check_output, write_output
 
 __all__ = ["add_options", "run"]
 
@@ -23,17 +23,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print every published order that applies, and ours within the same caps and at the memory of each."""
-    from rich.console import Console
-
+    from zbcompile.cli.console import draw
     from zbcompile.planner.compare import compare
     from zbcompile.show.comparison import comparison_json, comparison_table
 
+    check_output()
     rows = compare(load_problem(arguments), seconds_per_row=arguments.time_limit, seed=arguments.seed)
     if arguments.json:
-        write_text("-", format_json(comparison_json(rows)))
+        write_output(format_json(comparison_json(rows)))
         return 0
-    console = Console(highlight=False)
-    if console.width < _LEAST_COLUMNS and not console.is_terminal:
-        console = Console(highlight=False, width=_LEAST_COLUMNS)
-    console.print(comparison_table(rows))
+    draw(comparison_table(rows), least=_LEAST_COLUMNS)
     return 0

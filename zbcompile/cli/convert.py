@@ -6,14 +6,17 @@ import argparse
 import enum
 from dataclasses import replace
 
-from zbcompile.cli.inputs import load_scheduled
-from zbcompile.cli.shared_options import add_schedule_input
+from zbcompile.cli.inputs import load_scheduled, where_of
+from zbcompile.cli.shared_options import add_output, add_schedule_input
 from zbcompile.compiler.lower import lower_order
+from zbcompile.errors import CheckError, UsageError
 from zbcompile.formats import chrome_trace, measured_json, schedule_json, torch_csv
 from zbcompile.formats.fields import Fields, parse_json
-from zbcompile.formats.files import read_text, write_text
+from zbcompile.formats.files import read_text
 from zbcompile.formats.schedule_json import ScheduleFile
+from zbcompile.formats.streams import say
 from zbcompile.schedule.check import check
+from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.simulate import simulate
 from zbcompile.show.summary import unit_problem
 
@@ -43,29 +46,52 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="put sends and receives in, or leave them out (as they are)",
     )
-    parser.add_argument("-o", "--output", default="-", help="where to write (standard output)")
+    add_output(parser, "it (standard output)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write a schedule in another form, after the judge has passed it."""
     form = Form(arguments.to)
-    if form is Form.CHROME and arguments.schedule != "-":
-        text = read_text(arguments.schedule)
-        if _is_measured(text, arguments.schedule):
-            measured = measured_json.loads(text, arguments.schedule)
-            write_text(arguments.output, chrome_trace.dumps_measured(measured))
-            return 0
-    file = load_scheduled(arguments)
+    text, where = read_text(arguments.schedule), where_of(arguments.schedule)
+    if form is Form.CHROME and _is_measured(text, where):
+        for option in ("profile", "cap", "transport", "communication"):
+            if getattr(arguments, option) is not None:
+                raise UsageError(f"a measured timeline takes no --{option}", where=where)
+        arguments.output.write(chrome_trace.dumps_measured(measured_json.loads(text, where)))
+        return 0
+    file = load_scheduled(arguments, text)
     problem = file.problem or unit_problem(file.schedule)
+    schedule = file.schedule
     if arguments.communication is not None or form is Form.CSV_COMPUTE:
-        schedule = file.schedule.compute_only()
+        schedule = schedule.compute_only()
         if arguments.communication:
             check(schedule, problem)
             schedule = lower_order(schedule, problem).schedule
-        file = replace(file, schedule=schedule)
-    check(file.schedule, problem)
-    write_text(arguments.output, _written(file, form))
+    check(schedule, problem)
+    if form is Form.SCHEDULE:
+        file = _certified(file, schedule)
+    arguments.output.write(_written(replace(file, schedule=schedule), form))
     return 0
+
+
+def _certified(file: ScheduleFile, schedule: Schedule) -> ScheduleFile:
+    """Return the file with what its certificate is worth for the order to write.
+
+    The bound holds for every order of the problem, so the certificate takes the value of the order with other
+    sends and receives. A certificate that speaks of another value than the file's own order has is dropped.
+    """
+    certificate, problem = file.certificate, file.problem
+    if certificate is None or problem is None:
+        return file
+    try:
+        own = simulate(file.schedule, problem).value_ns
+    except CheckError:
+        own = -1
+    value = own if schedule == file.schedule else simulate(schedule, problem).value_ns
+    if own != certificate.value_ns or value < certificate.bound_ns:
+        say("note: the certificate is of another order: left out")
+        return replace(file, certificate=None)
+    return replace(file, certificate=replace(certificate, value_ns=value))
 
 
 def _is_measured(text: str, where: str) -> bool:

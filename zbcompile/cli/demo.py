@@ -9,13 +9,14 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.text import Text
 
-from zbcompile.cli.inputs import parse_bytes, say
-from zbcompile.cli.shared_options import positive
+from zbcompile.cli.console import draw
+from zbcompile.cli.inputs import check_directory, parse_bytes
+from zbcompile.cli.shared_options import positive, words
 from zbcompile.formats.fields import format_json
-from zbcompile.formats.files import write_text
 from zbcompile.formats.schedule_json import ScheduleFile
+from zbcompile.formats.streams import check_output, say, write_output
 from zbcompile.show.summary import summarize, to_json
 from zbcompile.show.timeline import Picture
 
@@ -32,20 +33,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("--steps", type=positive, default=3, help="optimizer steps (3)")
     parser.add_argument("--microbatches", type=positive, default=8, help="microbatches of a step (8)")
-    parser.add_argument("--memory-limit", metavar="BYTES", help="per rank: 128MiB (the default), 1GiB, ...")
+    parser.add_argument(
+        "--memory-limit", type=words, metavar="BYTES", help="per rank: 128MiB (the default), 1GiB, ..."
+    )
     parser.add_argument("--json", action="store_true", help="the result as JSON on standard output")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo; return 1 when a loss or gradient is not what autograd gives."""
+    check_directory()
+    check_output()
+    limit = None if arguments.memory_limit is None else parse_bytes(arguments.memory_limit)
     from zbcompile import demo
     from zbcompile.autograd_oracle import count_draws
 
-    limit = arguments.memory_limit
     settings = demo.Settings(
         arguments.steps,
         arguments.microbatches,
-        demo.Settings.memory_limit if limit is None else parse_bytes(limit),
+        demo.Settings.memory_limit if limit is None else limit,
     )
     began = time.monotonic()
 
@@ -58,9 +63,8 @@ def run(arguments: argparse.Namespace) -> int:
     pipeline = demo.compiled(settings, model, observer=lambda name, _: step(name))
     draws = [count_draws(stage) for stage in pipeline]
     summary = summarize(ScheduleFile(pipeline.schedule, pipeline.solution.problem, pipeline.certificate))
-    console = Console(stderr=arguments.json, highlight=False)
-    console.print(Picture(summary))
-    console.print(_excerpt(pipeline.source(_SHOWN_RANK)), markup=False)
+    for part in (Picture(summary), Text(_excerpt(pipeline.source(_SHOWN_RANK)))):
+        draw(part, on_error=arguments.json)
     step(f"training on {summary.timeline.schedule.num_ranks} gloo processes")
     records = demo.run_processes(settings, pipeline.solution)
     result = demo.compare(settings, records, draws, step)
@@ -77,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
             "tied_table_relative_difference": result.tied,
             "ok": result.ok,
         }
-        write_text("-", format_json(figures))
+        write_output(format_json(figures))
     return 0 if result.ok else 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -15,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zbcompile.cli.inputs import say
 from zbcompile.errors import UsageError, ZBCompileError
+from zbcompile.formats.streams import say
 from zbcompile.passes.capture.meta_capture import planned_device
 
 __all__ = ["Example", "build", "build_without_weights"]
@@ -69,23 +70,24 @@ def build_without_weights(text: str) -> Example:
     """
     factory = _factory(text)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), contextlib.redirect_stdout(sys.stderr):
             made = factory()
         if isinstance(made, tuple) and made and isinstance(made[0], nn.Module):
             planned_device(made[0], ())
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         say(f"{text} needs values while it builds ({type(error).__name__}): built with weights, not run")
         made = _run(text, factory)
     return _checked(text, made)
 
 
 def _run(text: str, code: Callable[[], T]) -> T:
-    """Run the user's code; an exception becomes an error with its line."""
+    """Run the user's code; an exception becomes an error with its line. What it prints is talk, not data."""
     try:
-        return code()
+        with contextlib.redirect_stdout(sys.stderr):
+            return code()
     except ZBCompileError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
@@ -131,10 +133,13 @@ def _module(source: str) -> ModuleType:
     path = Path(source)
     if not path.is_file():
         raise UsageError("no such file", where=source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = path.stem
+    while name in sys.modules or name in sys.stdlib_module_names:
+        name += "_"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError("not a Python file", where=source)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
+    sys.modules[name] = module
     _run(source, partial(spec.loader.exec_module, module))
     return module

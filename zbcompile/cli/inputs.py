@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
-import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from zbcompile.formats.fields import MAX_AMOUNT
 from zbcompile.formats.files import read_text
 from zbcompile.formats.profile_json import ProfileFile
 from zbcompile.formats.schedule_json import ScheduleFile
+from zbcompile.formats.streams import say
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from fractions import Fraction
 
 __all__ = [
+    "MAX_PLANNED_CELLS",
+    "MAX_PLANNED_STAGES",
+    "check_directory",
+    "check_plannable",
     "load_problem",
     "load_profile",
     "load_scheduled",
@@ -29,7 +34,7 @@ __all__ = [
     "parse_caps",
     "parse_placement",
     "parse_time",
-    "say",
+    "where_of",
 ]
 
 _UNITS = {
@@ -44,13 +49,14 @@ _UNITS = {
     "gib": 1 << 30,
     "tib": 1 << 40,
 }
+MAX_PLANNED_STAGES = 256
+"""Most stages of a problem that is planned: the bounds look at every pair of stages."""
+
+MAX_PLANNED_CELLS = 1 << 15
+"""Most stages times microbatches of a problem that is planned: 64 stages and 512 microbatches."""
+
 _TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 _NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?(?:[eE][0-9]{1,2})?)\s*([^\W\d]*%?)")
-
-
-def say(*words: object) -> None:
-    """Write a line to standard error."""
-    print(*words, file=sys.stderr, flush=True)
 
 
 def _number(text: str, what: str, example: str) -> tuple[Fraction, str]:
@@ -150,6 +156,27 @@ def parse_placement(text: str, num_stages: int) -> Placement:
     return profile_json.named_placement(text, num_stages)
 
 
+def check_directory() -> None:
+    """Refuse to run where the working directory is gone: torch's libraries end the process there.
+
+    Raises
+    ------
+    UsageError
+        It is gone.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"no working directory: {error.strerror}", fix="change to a folder that exists"
+        ) from None
+
+
+def where_of(path: str) -> str:
+    """Return how messages name a file; ``-`` is standard input."""
+    return "standard input" if path == "-" else path
+
+
 def load_profile(path: str) -> ProfileFile:
     """Read a profile file; ``-`` is standard input.
 
@@ -158,7 +185,7 @@ def load_profile(path: str) -> ProfileFile:
     FormatError
         The file is broken, foreign or out of bounds.
     """
-    return profile_json.loads(read_text(path), "standard input" if path == "-" else path)
+    return profile_json.loads(read_text(path), where_of(path))
 
 
 def load_problem(arguments: argparse.Namespace) -> Problem:
@@ -172,14 +199,36 @@ def load_problem(arguments: argparse.Namespace) -> Problem:
     file = load_profile(arguments.profile)
     placement = _asked_placement(arguments, file)
     changed = placement is not None and file.placement not in (None, placement)
-    problem = (replace(file, caps=()) if arguments.cap or (changed and len(file.caps) > 1) else file).problem(
+    capped = arguments.cap is not None
+    problem = (replace(file, caps=()) if capped or (changed and len(file.caps) > 1) else file).problem(
         placement=placement,
         num_microbatches=arguments.microbatches,
         objective=arguments.objective,
         transport=arguments.transport,
     )
-    profile_json.check_amount(problem.profile, problem.num_microbatches, arguments.profile)
-    return problem.with_(caps=parse_caps(arguments.cap, problem)) if arguments.cap else problem
+    profile_json.check_amount(problem.profile, problem.num_microbatches, where_of(arguments.profile))
+    check_plannable(problem, where_of(arguments.profile))
+    return problem.with_(caps=parse_caps(arguments.cap, problem)) if capped else problem
+
+
+def check_plannable(problem: Problem, where: str) -> None:
+    """Refuse problems so large that no search of them keeps its time limit, or fits into memory.
+
+    Raises
+    ------
+    UsageError
+        The problem has too many stages, or too many stages times microbatches.
+    """
+    stages, cells = problem.num_stages, problem.num_stages * problem.num_microbatches
+    if stages <= MAX_PLANNED_STAGES and cells <= MAX_PLANNED_CELLS:
+        return
+    raise UsageError(
+        "too large to plan",
+        where=where,
+        needed=f"at most {MAX_PLANNED_STAGES} stages, and {MAX_PLANNED_CELLS} stages times microbatches",
+        given=f"{stages} stages times {problem.num_microbatches} microbatches are {cells}",
+        fix="join neighbouring stages, or plan fewer microbatches",
+    )
 
 
 def _asked_placement(arguments: argparse.Namespace, file: ProfileFile) -> Placement | None:
@@ -206,11 +255,16 @@ def _asked_placement(arguments: argparse.Namespace, file: ProfileFile) -> Placem
     return placement
 
 
-def load_scheduled(arguments: argparse.Namespace) -> ScheduleFile:
+def load_scheduled(arguments: argparse.Namespace, text: str | None = None) -> ScheduleFile:
     """Return the schedule that a command was given, under the costs and limits given.
 
     With ``--profile``, ``--cap`` or ``--transport`` the file's certificate is dropped: it is about another
     problem.
+
+    Parameters
+    ----------
+    text
+        The text of the schedule, where it has been read.
 
     Raises
     ------
@@ -218,32 +272,41 @@ def load_scheduled(arguments: argparse.Namespace) -> ScheduleFile:
         The file is broken, or the options do not fit it.
     """
     path = arguments.schedule
-    file, remarks = load_schedule(read_text(path), "standard input" if path == "-" else path)
+    if [path, arguments.profile, getattr(arguments, "measured", None)].count("-") > 1:
+        raise UsageError("standard input can be read only once", fix="give one of the files by name")
+    file, remarks = load_schedule(read_text(path) if text is None else text, where_of(path))
     for remark in remarks:
         say("note:", remark)
-    if arguments.profile:
-        file = replace(
-            file, problem=_attached(file, load_profile(arguments.profile)), certificate=None, variants=()
-        )
+    if arguments.profile is not None:
+        file = _attached(file, load_profile(arguments.profile))
     if file.problem is None:
         for option in ("cap", "transport"):
-            if getattr(arguments, option):
+            if getattr(arguments, option) is not None:
                 raise UsageError(f"--{option} needs costs", fix="give --profile PROFILE.json")
         return file
-    if not arguments.cap and not arguments.transport:
+    if arguments.cap is None and arguments.transport is None:
         return file
     problem = file.problem
-    if arguments.cap:
+    if arguments.cap is not None:
         problem = problem.with_(caps=parse_caps(arguments.cap, problem))
-    if arguments.transport:
+    if arguments.transport is not None:
         problem = problem.with_(transport=arguments.transport)
     return replace(file, problem=problem, certificate=None)
 
 
-def _attached(file: ScheduleFile, profile: ProfileFile) -> Problem:
-    """Return the problem of a profile under an order: its placement and number of microbatches win."""
-    schedule = file.schedule
+def _attached(file: ScheduleFile, profile: ProfileFile) -> ScheduleFile:
+    """Return an order under a profile: the order's placement and number of microbatches win.
+
+    Where the profile offers variants, those that the file names are chosen, else the stages themselves.
+    """
+    schedule, variants, offered = file.schedule, file.variants, None
     profile_json.check_amount(profile.profile, schedule.num_microbatches, "--profile")
-    return replace(profile, placement=None, num_microbatches=None).problem(
+    problem = replace(profile, placement=None, num_microbatches=None).problem(
         placement=schedule.placement, num_microbatches=schedule.num_microbatches
     )
+    if profile.profile.offers_variants:
+        offered, variants = profile.profile, variants or (0,) * problem.num_stages
+        problem = problem.with_(profile=offered.choose(variants))
+    else:
+        variants = ()
+    return replace(file, problem=problem, certificate=None, variants=variants, offered=offered)

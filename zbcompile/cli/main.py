@@ -1,7 +1,7 @@
 """The command line. Data goes to standard output, messages to standard error, ``-`` is a pipe.
 
-Exit codes: 0 done, 1 a check failed or nothing fits, 2 usage or a broken file, 3 time limit without an order,
-130 interrupted (the best order so far is still written).
+Exit codes: 0 done, 1 a check failed or nothing fits, 2 usage, a broken file or an output that cannot be
+written, 3 time limit without an order, 130 interrupted (the best order so far is still written).
 
 Each command is a module with ``add_options(parser)`` and ``run(arguments) -> int``. `main` imports only the
 module of the command that was asked for. That module imports torch and the planner when it runs, so that no
@@ -13,14 +13,15 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import os
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from zbcompile import __version__
+from zbcompile.cli.shared_options import Parser
 from zbcompile.errors import ZBCompileError
+from zbcompile.formats.streams import ReaderGoneError, hold_descriptors, say
 
 __all__ = ["COMMANDS", "Command", "build_parser", "main"]
 
@@ -85,14 +86,14 @@ def build_parser(names: Collection[str] | None = None) -> argparse.ArgumentParse
         The commands that get their options; all if left out. The parser knows the other commands by name and
         help only, and their modules are not imported.
     """
-    parser = argparse.ArgumentParser(
-        prog="zbcompile",
-        description="Pipeline-parallel training in PyTorch with provably best orders.",
-        epilog="exit codes: 0 done; 1 check failed or nothing fits; 2 usage or broken file; "
+    parser = Parser(
+        "zbcompile",
+        "Pipeline-parallel training in PyTorch with provably best orders.",
+        "exit codes: 0 done; 1 check failed or nothing fits; 2 usage, broken file or unwritable output; "
         "3 time limit without an order; 130 interrupted",
     )
     parser.add_argument("--version", action="version", version=f"zbcompile {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
     for command in COMMANDS:
         own = commands.add_parser(command.name, help=command.help, description=command.help)
         if names is None or command.name in names:
@@ -106,14 +107,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code. A known error becomes one message on standard error."""
     words = sys.argv[1:] if argv is None else argv
     command = next((word for word in words if not word.startswith("-")), "")
+    hold_descriptors()
     try:
-        with _rare_collections():
-            arguments = build_parser({command}).parse_args(words)
-            code: int = arguments.run(arguments)
-        sys.stdout.flush()
-        return code
+        return _run(command, words)
+    except ReaderGoneError as error:
+        return error.exit_code
     except ZBCompileError as error:
-        print(f"zbcompile {command}: {error}", file=sys.stderr)
+        say(f"zbcompile {command}: {error}")
         return error.exit_code
     except KeyboardInterrupt:
         return _interrupted(command)
@@ -122,13 +122,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
             raise
         return _interrupted(command)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+
+
+def _run(command: str, words: Sequence[str]) -> int:
+    """Parse and run; argparse ends by itself for ``--help`` (0) and for wrong arguments (2)."""
+    with _rare_collections():
+        try:
+            arguments = build_parser({command}).parse_args(words)
+        except SystemExit as done:
+            return done.code if isinstance(done.code, int) else 2
+        code: int = arguments.run(arguments)
+        return code
 
 
 def _interrupted(command: str) -> int:
-    print(f"zbcompile {command}: interrupted", file=sys.stderr)
+    say(f"zbcompile {command}: interrupted")
     return 130
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zbcompile.cli.inputs import load_problem, say
-from zbcompile.cli.shared_options import add_problem_options, add_search_options
+from zbcompile.cli.inputs import load_problem
+from zbcompile.cli.shared_options import add_output, add_problem_options, add_search_options
 from zbcompile.compiler.lower import lower
 from zbcompile.formats import schedule_json
-from zbcompile.formats.files import write_text
+from zbcompile.formats.streams import rewrite_line, say
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
 from zbcompile.show.summary import headline, proof_line, summarize
@@ -31,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_problem_options(parser)
     add_search_options(parser, 10.0, "seconds (10)")
     parser.add_argument("--fuse", choices=("auto", "never", "always"), default="auto", help="fused BW (auto)")
-    parser.add_argument("-o", "--output", default="-", help="where to write the schedule (standard output)")
+    add_output(parser, "the schedule (standard output)")
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
@@ -40,7 +41,7 @@ class _Reporter:
 
     def __init__(self, *, quiet: bool) -> None:
         self.quiet, self.interrupted, self.last = quiet, False, ""
-        self.rewrite = sys.stderr.isatty()
+        self.rewrite = sys.stderr is not None and sys.stderr.isatty()
 
     def __call__(self, progress: Progress) -> None:
         self.interrupted |= progress.interrupted
@@ -57,15 +58,14 @@ class _Reporter:
             return
         self.last = line
         if self.rewrite:
-            sys.stderr.write(f"\r\x1b[2K{line}")
-            sys.stderr.flush()
+            rewrite_line(line)
         else:
             say(line)
 
     def close(self) -> None:
         """End the line that was being rewritten."""
         if self.rewrite and self.last:
-            sys.stderr.write("\n")
+            rewrite_line("")
             self.last = ""
 
 
@@ -77,8 +77,14 @@ def run(arguments: argparse.Namespace) -> int:
         solution = _found(problem, arguments, reporter)
     finally:
         reporter.close()
-    plan = lower(solution, merge=arguments.fuse != "never")
-    write_text(arguments.output, schedule_json.dumps(plan.solution))
+    if solution.offered is None and problem.profile.offers_variants:
+        solution = replace(solution, offered=problem.profile)
+    try:
+        plan = lower(solution, merge=arguments.fuse != "never")
+    except KeyboardInterrupt:
+        arguments.output.write(schedule_json.dumps(solution))
+        raise
+    arguments.output.write(schedule_json.dumps(plan.solution))
     if not arguments.quiet:
         summary = summarize(schedule_json.ScheduleFile.of(plan.solution), plan.timeline)
         say(headline(summary))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 
-from zbcompile.cli.inputs import say
-from zbcompile.cli.shared_options import positive
+from zbcompile.cli.inputs import check_directory
+from zbcompile.cli.shared_options import add_output, positive, words
 from zbcompile.formats import profile_json
-from zbcompile.formats.files import write_text
 from zbcompile.formats.profile_json import ProfileFile
+from zbcompile.formats.streams import say
 from zbcompile.schedule.devices import device_named
 
 __all__ = ["add_options", "run"]
@@ -23,13 +23,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "FACTORY is package.module:function or path.py:function. It is imported and called, and returns "
         "(model, example) or (model, example, loss_fn, target); example is a tuple of args or a dict."
     )
-    parser.add_argument("factory", help="where the model comes from: package.module:function")
+    parser.add_argument("factory", type=words, help="where the model comes from: package.module:function")
     parser.add_argument("--stages", type=positive, required=True, metavar="N", help="number of stages")
     parser.add_argument(
-        "--device", help="count for this device of the table (such as H100) instead of measuring"
+        "--device",
+        type=words,
+        help="count for this device of the table (such as H100) instead of measuring",
     )
     parser.add_argument("--microbatches", type=positive, metavar="M", help="written into the profile")
-    parser.add_argument("-o", "--output", default="-", help="where to write the profile (standard output)")
+    add_output(parser, "the profile (standard output)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     With a device the model is built without weights where that works, and nothing of it is run.
     """
+    check_directory()
     from zbcompile.cli import factory
     from zbcompile.compiler.stages import build_stages
     from zbcompile.passes.profile.counted import counted_profile
@@ -61,7 +64,5 @@ def run(arguments: argparse.Namespace) -> int:
         costs = measure(staged.stages, staged.captured.state, inputs)
     else:
         costs = counted_profile(staged.stages, device)
-    write_text(
-        arguments.output, profile_json.dumps(ProfileFile(costs, num_microbatches=arguments.microbatches))
-    )
+    arguments.output.write(profile_json.dumps(ProfileFile(costs, num_microbatches=arguments.microbatches)))
     return 0

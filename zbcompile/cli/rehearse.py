@@ -8,16 +8,17 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
-from zbcompile.cli.inputs import load_scheduled
-from zbcompile.cli.shared_options import add_schedule_input, positive
+from zbcompile.cli.console import draw
+from zbcompile.cli.inputs import check_directory, load_scheduled
+from zbcompile.cli.shared_options import add_schedule_input, output, positive
 from zbcompile.errors import UsageError
 from zbcompile.formats import measured_json, profile_json
 from zbcompile.formats.fields import format_json
-from zbcompile.formats.files import write_text
+from zbcompile.formats.files import Output, check_distinct
 from zbcompile.formats.schedule_json import ScheduleFile
+from zbcompile.formats.streams import write_output
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
 from zbcompile.show.units import format_bytes, time_unit
@@ -36,9 +37,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_schedule_input(parser)
     parser.add_argument("--steps", type=positive, default=3, help="steps to run; the fastest counts (3)")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
-    parser.add_argument("--measured", metavar="FILE", help="write the measured timeline, for show --measured")
     parser.add_argument(
-        "--calibrated", metavar="FILE", help="write the profile with measured links and host time"
+        "--measured", type=output, metavar="FILE", help="write the measured timeline, for show --measured"
+    )
+    parser.add_argument(
+        "--calibrated",
+        type=output,
+        metavar="FILE",
+        help="write the profile with measured links and host time",
     )
 
 
@@ -48,22 +54,25 @@ def run(arguments: argparse.Namespace) -> int:
     Under torchrun each process is a rank and rank 0 writes the result; otherwise the command starts the
     processes.
     """
-    from zbcompile.compiler.rehearsal import rehearse
-
+    check_directory()
+    outputs = [o for o in (arguments.measured, arguments.calibrated) if o is not None]
+    check_distinct([Output.to("-"), *outputs])
     file = load_scheduled(arguments)
     if file.problem is None:
         raise UsageError("the schedule carries no profile to sleep by", fix="give --profile PROFILE.json")
+    from zbcompile.compiler.rehearsal import rehearse
+
     solution = _solution(file, file.problem)
     timeout_s = 120 + 10 * arguments.steps * solution.certificate.value_ns / 1e9
     found = rehearse(solution, steps=arguments.steps, stall_limit_s=_STALL_S, timeout_s=timeout_s)
     if found is None:
         return 0
     if arguments.measured is not None:
-        write_text(arguments.measured, measured_json.dumps(found.measured))
+        arguments.measured.write(measured_json.dumps(found.measured))
     if arguments.calibrated is not None:
-        write_text(arguments.calibrated, profile_json.dumps(found.calibrated))
+        arguments.calibrated.write(profile_json.dumps(found.calibrated))
     if arguments.json:
-        write_text("-", format_json(_figures(found)))
+        write_output(format_json(_figures(found)))
     else:
         _print(found)
     return 0
@@ -119,7 +128,7 @@ def _print(found: Rehearsal) -> None:
             unit.number(row.measured_ns),
             excess,
         )
-    Console(highlight=False).print(table)
+    draw(table)
     link = found.calibrated.link
     lines = (
         f"makespan {unit.text(found.measured_ns)} measured, {unit.text(found.planned_ns)} planned:"
@@ -129,4 +138,4 @@ def _print(found: Rehearsal) -> None:
         f"{link.latency_ns / 1000:.0f} µs latency"
         + (f", {format_bytes(link.bytes_per_second)}/s" if link.bytes_per_second else ""),
     )
-    write_text("-", "\n".join(lines) + "\n")
+    write_output("\n".join(lines) + "\n")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from zbcompile.formats.files import write_text
 from zbcompile.formats.schemas import SCHEMAS, schema_text
+from zbcompile.formats.streams import write_output
 
 __all__ = ["add_options", "run"]
 
@@ -17,5 +17,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print a JSON Schema, or the names of all."""
-    write_text("-", "\n".join(SCHEMAS) + "\n" if arguments.name is None else schema_text(arguments.name))
+    write_output("\n".join(SCHEMAS) + "\n" if arguments.name is None else schema_text(arguments.name))
     return 0

@@ -3,10 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
+from typing import TYPE_CHECKING, NoReturn
 
+from zbcompile.errors import UsageError
+from zbcompile.formats.files import Output
+from zbcompile.formats.streams import say, write_output
+from zbcompile.schedule.ir import MAX_COUNT
 from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS
 
-__all__ = ["add_problem_options", "add_schedule_input", "add_search_options", "positive", "seconds"]
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+__all__ = [
+    "MAX_COLUMNS",
+    "Parser",
+    "add_output",
+    "add_problem_options",
+    "add_schedule_input",
+    "add_search_options",
+    "columns",
+    "output",
+    "positive",
+    "seconds",
+    "seed",
+    "words",
+]
+
+MAX_COLUMNS = 2000
+"""Widest picture. Four lanes of 64 ranks at this width take some seconds."""
+
+_MOST_SEED = (1 << 31) - 1
+_WHOLE = re.compile("[0-9]{1,18}")
+_DECIMAL = re.compile(r"([0-9]{1,18}(\.[0-9]{0,18})?|\.[0-9]{1,18})([eE][+-]?[0-9]{1,2})?")
 
 _CAP_HELP = (
     "memory per rank: 4GiB, 512MiB, 8e9, or 1.5p (times what p microbatches hold on the rank, plus its "
@@ -20,9 +50,9 @@ _PLACEMENT_HELP = (
 
 def add_problem_options(parser: argparse.ArgumentParser) -> None:
     """Add the profile and the options of its problem; `zbcompile.cli.inputs.load_problem` reads them."""
-    parser.add_argument("profile", help="profile JSON, - for standard input")
-    parser.add_argument("--cap", metavar="BYTES", help=_CAP_HELP)
-    parser.add_argument("--placement", help=_PLACEMENT_HELP)
+    parser.add_argument("profile", type=words, help="profile JSON, - for standard input")
+    parser.add_argument("--cap", type=words, metavar="BYTES", help=_CAP_HELP)
+    parser.add_argument("--placement", type=words, help=_PLACEMENT_HELP)
     parser.add_argument("--ranks", type=positive, metavar="P", help="ranks that share the stages (one each)")
     parser.add_argument(
         "--microbatches", type=positive, metavar="M", help="microbatches of a step (2 per rank)"
@@ -34,42 +64,113 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
 def add_search_options(parser: argparse.ArgumentParser, time_limit_s: float, time_limit_help: str) -> None:
     """Add the time limit of a search and its seed."""
     parser.add_argument("--time-limit", type=seconds, default=time_limit_s, metavar="S", help=time_limit_help)
-    parser.add_argument("--seed", type=int, default=0, help="same seed, same bytes (0)")
+    parser.add_argument("--seed", type=seed, default=0, help="same seed, same bytes (0)")
 
 
 def add_schedule_input(parser: argparse.ArgumentParser) -> None:
     """Add the schedule, its costs and limits; `zbcompile.cli.inputs.load_scheduled` reads them."""
     parser.add_argument(
-        "schedule", help="schedule JSON, torch's schedule CSV or the text form; - for standard input"
+        "schedule",
+        type=words,
+        help="schedule JSON, torch's schedule CSV or the text form; - for standard input",
     )
-    parser.add_argument("--profile", metavar="FILE", help="costs to use instead of the schedule's own")
-    parser.add_argument("--cap", metavar="BYTES", help=_CAP_HELP)
+    parser.add_argument(
+        "--profile", type=words, metavar="FILE", help="costs to use instead of the schedule's own"
+    )
+    parser.add_argument("--cap", type=words, metavar="BYTES", help=_CAP_HELP)
     parser.add_argument("--transport", choices=TRANSPORTS, help="how sends behave")
 
 
+def add_output(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``-o``: where the command writes its result; standard output if left out."""
+    parser.add_argument(
+        "-o", "--output", type=output, default="-", metavar="FILE", help=f"where to write {what}"
+    )
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that takes no abbreviations and writes through `zbcompile.formats.streams`."""
+
+    def __init__(self, prog: str, description: str, epilog: str = "") -> None:
+        super().__init__(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        """Write help and version as data, the rest as talk."""
+        if file is None or file is not sys.stdout:
+            say(message.rstrip("\n"))
+        else:
+            write_output(message)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong with the arguments, and end with 2."""
+        say(self.format_usage() + f"{self.prog}: error: {message}")
+        self.exit(2)
+
+
+def _whole(text: str, low: int, high: int) -> int:
+    """Read a whole number in plain digits, in a range."""
+    if not _WHOLE.fullmatch(text) or not low <= int(text) <= high:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number from {low} to {high}")
+    return int(text)
+
+
 def positive(text: str) -> int:
-    """Read a whole number of at least 1.
+    """Read a whole number from 1 to 2^20, the most that a file may state.
 
     Raises
     ------
-    ValueError, argparse.ArgumentTypeError
+    argparse.ArgumentTypeError
         It is not.
     """
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
+    return _whole(text, 1, MAX_COUNT)
+
+
+def columns(text: str) -> int:
+    """Read a width in columns; raises as `positive`."""
+    return _whole(text, 1, MAX_COLUMNS)
+
+
+def seed(text: str) -> int:
+    """Read the seed of a search, which the solver keeps in 32 bits; raises as `positive`."""
+    return _whole(text, 0, _MOST_SEED)
 
 
 def seconds(text: str) -> float:
-    """Read a time in seconds, more than 0 and less than 10 million.
+    """Read a time in seconds, at least a nanosecond and less than 10 million seconds.
 
     Raises
     ------
-    ValueError, argparse.ArgumentTypeError
+    argparse.ArgumentTypeError
         It is not.
     """
-    value = float(text)
-    if not 0 < value < 1e7:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    value = float(text) if _DECIMAL.fullmatch(text) else 0.0
+    if not 1e-9 <= value < 1e7:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of seconds below 10 million")
     return value
+
+
+def words(text: str) -> str:
+    """Read any text but an empty one: an option that is given says something.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        It is empty.
+    """
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the value is empty")
+    return text
+
+
+def output(text: str) -> Output:
+    """Read where to write, and check that it can be written.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError
+        It cannot.
+    """
+    try:
+        return Output.to(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

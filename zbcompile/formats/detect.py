@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from zbcompile.errors import FormatError
 from zbcompile.formats import schedule_json
+from zbcompile.formats.fields import guarded
+from zbcompile.formats.profile_json import MAX_STAGES
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.schedule.ir import Schedule
 
@@ -35,7 +38,10 @@ def load_schedule(text: str, where: str) -> tuple[ScheduleFile, list[str]]:
     if head.startswith(("{", "[")) or where.lower().endswith(".json"):
         return schedule_json.loads(text, where), []
     if head.startswith("placement "):
-        schedule = Schedule.parse(text)
+        schedule = guarded(lambda: Schedule.parse(text), where)
+        if schedule.num_stages > MAX_STAGES:
+            needed = f"at most {MAX_STAGES}"
+            raise FormatError("too many stages", where=where, needed=needed, given=schedule.num_stages)
         schedule_json.check_size(schedule, where)
         return ScheduleFile(schedule, origin="imported text"), []
     from zbcompile.formats import torch_csv

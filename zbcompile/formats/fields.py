@@ -105,9 +105,9 @@ def guarded(build: Callable[[], T], where: str) -> T:
     """Run a constructor and turn its `UsageError` into a `FormatError` with the place in the file."""
     try:
         return build()
-    except FormatError:
-        raise
     except UsageError as error:
+        if isinstance(error, FormatError) and error.where.startswith(where):
+            raise
         place = f"{where}, {error.where}" if error.where else where
         raise FormatError(
             error.what, where=place, needed=error.needed, given=error.given, fix=error.fix
@@ -264,7 +264,7 @@ class Fields:
                 fix="give the file to the command that reads its format",
             )
         number = self.take("version")
-        if isinstance(number, bool) or number != version:
+        if type(number) is not int or number != version:
             raise FormatError(
                 "this version of the format is not known",
                 where=self.at("version"),

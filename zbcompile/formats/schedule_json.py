@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zbcompile.errors import FormatError
+from zbcompile.errors import FormatError, UsageError
 from zbcompile.formats.fields import Fields, format_json, guarded, integer, items, parse_json, plain
 from zbcompile.formats.profile_json import (
     MAX_STAGES,
@@ -15,6 +15,7 @@ from zbcompile.formats.profile_json import (
     profile_from,
     profile_to,
 )
+from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.ir import MAX_COUNT, Action, Kind, Placement, Schedule
 from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS, Problem
 from zbcompile.schedule.solution import Certificate, Solution
@@ -44,6 +45,8 @@ class ScheduleFile:
         Which variant, per stage (0: the stage itself).
     origin
         How the order was found, for people.
+    offered
+        The profile with all its variants, from which ``variants`` chooses; None where no stage offers any.
     """
 
     schedule: Schedule
@@ -51,12 +54,18 @@ class ScheduleFile:
     certificate: Certificate | None = None
     variants: tuple[int, ...] = ()
     origin: str = ""
+    offered: Profile | None = None
 
     @staticmethod
     def of(solution: Solution) -> ScheduleFile:
         """Return the contents of the file of a planner's result."""
         return ScheduleFile(
-            solution.schedule, solution.problem, solution.certificate, solution.variants, solution.origin
+            solution.schedule,
+            solution.problem,
+            solution.certificate,
+            solution.variants,
+            solution.origin,
+            solution.offered,
         )
 
     def solution(self) -> Solution:
@@ -72,7 +81,9 @@ class ScheduleFile:
                 "the schedule carries no " + ("profile" if self.problem is None else "certificate"),
                 fix="plan it with `zbcompile plan PROFILE.json`",
             )
-        return Solution(self.problem, self.schedule, self.certificate, self.variants, self.origin)
+        return Solution(
+            self.problem, self.schedule, self.certificate, self.variants, self.origin, self.offered
+        )
 
 
 def dumps(content: ScheduleFile | Solution | Schedule) -> str:
@@ -102,7 +113,7 @@ def dumps(content: ScheduleFile | Solution | Schedule) -> str:
         document["transport"] = problem.transport
         document["caps_bytes"] = list(problem.caps)
         document["variants"] = list(content.variants)
-        document["profile"] = profile_to(problem.profile)
+        document["profile"] = profile_to(_written_profile(content, problem))
     document["order"] = [[action_to(action) for action in row] for row in schedule.order]
     return format_json(document)
 
@@ -139,9 +150,24 @@ def loads(text: str, where: str = "schedule") -> ScheduleFile:
             needed=placement.num_stages,
             given=len(variants),
         )
-    result = ScheduleFile(schedule, problem, certificate, variants, fields.text("origin", ""))
+    offered = None
+    if problem is not None and problem.profile.offers_variants:
+        offered = problem.profile
+        chosen = variants or (0,) * placement.num_stages
+        problem = problem.with_(profile=guarded(lambda: offered.choose(chosen), fields.at("variants")))
+    result = ScheduleFile(schedule, problem, certificate, variants, fields.text("origin", ""), offered)
     fields.done()
     return result
+
+
+def _written_profile(content: ScheduleFile, problem: Problem) -> Profile:
+    """Return the profile as it was offered; with ``variants`` it gives the problem's own again."""
+    offered = content.offered
+    if offered is None:
+        return problem.profile
+    if offered.choose(content.variants) != problem.profile:
+        raise UsageError("the problem is not what its variants choose from the profile", where="variants")
+    return offered
 
 
 def action_to(action: Action) -> list[object]:

@@ -101,17 +101,18 @@ def loads(text: str, where: str = "CSV") -> CsvSchedule:
                         row.append(_action(word, place))
                 overlapped += "OVERLAP_F_B" in cell
             order.append(row)
+            if len(order) > MAX_STAGES:
+                raise FormatError("too many lines", where=where, needed=f"at most {MAX_STAGES}, one per rank")
     except csv.Error as error:
         raise FormatError(f"not CSV: {error}", where=where) from None
     while order and not order[-1]:
         order.pop()
     if not order:
         raise FormatError("the CSV has no action", where=where)
-    if len(order) > MAX_STAGES:
-        raise FormatError("too many ranks", where=where, needed=f"at most {MAX_STAGES}", given=len(order))
     schedule = Schedule.of(
         _placement(order, where), 1 + max(a.microbatch for row in order for a in row), order
     )
+    guarded(schedule.check_names, where)
     check_size(schedule, where)
     return CsvSchedule(schedule, tuple(left_out), overlapped)
 
@@ -134,7 +135,7 @@ def _words(cell: str, where: str) -> Iterator[str]:
         return iter([text] if text else [])
     parts = [part.strip() for part in pair.group(1).split(";")]
     if len(parts) != 2:
-        raise FormatError("OVERLAP_F_B joins two actions", where=where, given=text[:40])
+        raise FormatError("OVERLAP_F_B joins two actions", where=where, given=ascii(text[:40]))
     return iter(parts)
 
 

@@ -226,6 +226,11 @@ class Profile:
         """Number of stages."""
         return len(self.stages)
 
+    @property
+    def offers_variants(self) -> bool:
+        """Whether any stage has more than one way to run."""
+        return any(stage.variants for stage in self.stages)
+
     def link_between(self, source_rank: int, target_rank: int) -> Link:
         """Return the link between two ranks; within one rank it is free."""
         if source_rank == target_rank:

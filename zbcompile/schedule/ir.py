@@ -65,7 +65,14 @@ for _kind, _letter in zip(Kind, ("F", "B", "W", "BW", "SF", "RF", "SB", "RB"), s
     _kind.is_recv = _kind in (Kind.RECV_F, Kind.RECV_B)
     _kind.is_compute = not (_kind.is_send or _kind.is_recv)
 _BY_LETTER = {kind.letter: kind for kind in Kind}
-_ACTION_TEXT = re.compile(r"(\d{1,7})(BW|SF|RF|SB|RB|F|B|W)(\d{1,7})(?:([<>])(\d{1,7}))?")
+_NUMBER_TEXT = re.compile("[0-9]{1,7}")
+_ACTION_TEXT = re.compile(r"([0-9]{1,7})(BW|SF|RF|SB|RB|F|B|W)([0-9]{1,7})(?:([<>])([0-9]{1,7}))?")
+
+
+def _number(text: str) -> int:
+    if not _NUMBER_TEXT.fullmatch(text):
+        raise ValueError(f"{text[:40]!r} is not a number of at most 7 digits")
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +295,29 @@ class Schedule:
         """Whether the order contains a send or a receive."""
         return any(not a.kind.is_compute for row in self.order for a in row)
 
+    def check_names(self) -> None:
+        """Check that there is a row per rank, and that actions name stages and microbatches that exist.
+
+        Raises
+        ------
+        FormatError
+            One does not; the message names the rank and the position.
+        """
+        stages, count = self.num_stages, self.num_microbatches
+        if len(self.order) != self.num_ranks:
+            raise FormatError("one row of actions per rank", needed=self.num_ranks, given=len(self.order))
+        if not 1 <= count <= MAX_COUNT:
+            raise FormatError("number of microbatches", needed=f"1 to {MAX_COUNT}", given=count)
+        for rank, row in enumerate(self.order):
+            for k, action in enumerate(row):
+                if action.stage < stages and action.microbatch < count and (action.peer or 0) < stages:
+                    continue
+                raise FormatError(
+                    f"{action} names a stage or microbatch that is not there",
+                    where=f"rank {rank}, position {k}",
+                    needed=f"stages 0 to {stages - 1}, microbatches 0 to {count - 1}",
+                )
+
     def __str__(self) -> str:
         head = f"placement {' '.join(map(str, self.placement.rank_of))}\nmicrobatches {self.num_microbatches}"
         rows = (f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(self.order))
@@ -306,17 +336,19 @@ class Schedule:
         if len(lines) < 3 or not lines[0][1].startswith("placement "):
             raise FormatError("not a schedule text: expected 'placement', 'microbatches' and 'rank' lines")
         try:
-            placement = Placement(tuple(int(w) for w in lines[0][1].split()[1:]))
+            placement = Placement(tuple(_number(w) for w in lines[0][1].split(maxsplit=MAX_COUNT + 1)[1:]))
             word, count = lines[1][1].split()
             if word != "microbatches":
-                raise ValueError(f"expected 'microbatches', got {word!r}")
-            num_microbatches = int(count)
+                raise ValueError(f"expected 'microbatches', got {word[:40]!r}")
+            num_microbatches = _number(count)
         except ValueError as error:
             raise FormatError(f"broken schedule text: {error}", where="lines 1-2") from None
         order = []
         for rank, (number, line) in enumerate(lines[2:]):
             head, _, body = line.partition(":")
             if head != f"rank {rank}":
-                raise FormatError(f"expected 'rank {rank}:'", where=f"line {number}", given=head[:40])
+                raise FormatError(f"expected 'rank {rank}:'", where=f"line {number}", given=ascii(head[:40]))
             order.append([Action.parse(word) for word in body.split()])
-        return Schedule.of(placement, num_microbatches, order)
+        schedule = Schedule.of(placement, num_microbatches, order)
+        schedule.check_names()
+        return schedule

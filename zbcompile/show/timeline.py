@@ -9,6 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.style import Style
 from rich.text import Text
 
+from zbcompile.errors import printable
 from zbcompile.formats.measured_json import Measured
 from zbcompile.schedule.ir import Action, Kind
 from zbcompile.schedule.messages import Message, messages_of
@@ -149,7 +150,8 @@ class _Drawing:
         return Text(self._safe(text), style=style if self.colour and style else Style.null(), overflow="fold")
 
     def _safe(self, text: str) -> str:
-        """Return the text in characters that the terminal can show."""
+        """Return the text in characters that the terminal can show, and none that it obeys."""
+        text = printable(text)
         if self.glyphs is not ASCII:
             return text
         return text.translate({0xB7: "|", 0xB5: "u"}).encode("ascii", "replace").decode()
