@@ -169,8 +169,7 @@ def test_a_rank_that_had_returned_learns_of_a_refusal(played: Found, learn: str)
     assert records[0]["second"].kind == "PipelineError"
     assert "rank 3 refused the evaluation" in records[0]["second"].text
     assert "the next step can run" in records[0]["second"].text
-    if learn == "step":
-        assert {r["second"].kind for r in records} == {"PipelineError"}
+    assert {r["second"].kind for r in records[1:]} == {"PipelineError" if learn == "step" else ""}
     assert {r["number"] for r in records} == {1}
     right(records, "third")
 
@@ -239,7 +238,8 @@ def test_what_rank_0_cannot_plan_and_a_rank_that_does_not_come_are_named(built: 
     assert all("rank 0 failed in compile(): InfeasibleError" in s.text for s in seen[1:])
     records = of(built, "missing")
     text = one_error([r["seen"] for r in records[:3]], records[0]["failed_at"], SLOWEST_S)
-    assert "stalled: rank 0 waits for rank 3" in text
+    assert "stalled: rank" in text
+    assert "-> 3; root: rank 3" in text
 
 
 def test_after_all_that_the_next_build_is_right_and_may_be_left_in_any_order(built: Found) -> None:

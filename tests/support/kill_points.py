@@ -70,7 +70,8 @@ class Run:
             if point.signal == "STOP":
                 # It goes on when all others have ended, or after half a minute.
                 ended = f"$(ls {self.folder} | grep -c ended)"
-                wait = f"while [ $i -lt 150 ] && [ {ended} -lt {RANKS - 1} ]; do sleep 0.2; i=$((i+1)); done"
+                late = f"[ $i -lt 150 ] && [ {ended} -lt {RANKS - 1} ]"
+                wait = f"while {late}; do sleep 0.2; i=$((i+1)); done"
                 script += f"; i=0; {wait}; kill -CONT {pid}"
             self.sender = subprocess.Popen(["sh", "-c", script])
 
@@ -87,8 +88,7 @@ def live(
 ) -> dict[str, Any]:
     """Compile, step, evaluate and close; return how it ended, when, and whether all gradients were right.
 
-    Without the phase that compiles, ``pipeline`` is what was compiled in the process that this one is a copy
-    of.
+    ``pipeline`` is what was compiled in the process that this one is a copy of; None: it compiles for itself.
     """
     if point.rank_0_keeps_store:
         move_store(rank)

@@ -147,12 +147,12 @@ class Scene:
         return all(torch.equal(t, self._first[n]) for n, t in self.state().items() if n in names)
 
     @contextmanager
-    def at(self, rank: int, kind: Kind, microbatch: int, fault: Callable[[], Any]) -> Any:
-        """Let a fault happen on a rank, once, before an action of its first stage."""
+    def at(self, rank: int, kinds: str, microbatch: int, fault: Callable[[], Any]) -> Any:
+        """Let a fault happen on a rank, once, before an action of one of some kinds (letters)."""
         run, left = Rank._run, [self.rank == rank]
 
         def faulty(end: Rank, now: Kind, stage: int, index: int, *rest: Any) -> Any:
-            if left[0] and now is kind and index == microbatch:
+            if left[0] and now.letter in kinds.split() and index == microbatch:
                 left[0] = False
                 self.failed_at = time.monotonic()
                 fault()
@@ -184,20 +184,20 @@ def _interrupt() -> None:
     time.sleep(0.1)
 
 
-FATAL: dict[str, tuple[int, Kind, Callable[[], Any]]] = {
-    "KeyboardInterrupt": (0, Kind.FORWARD, _interrupt),
-    "SystemExit": (2, Kind.BACKWARD_INPUT, _raise(SystemExit(3))),
-    "GeneratorExit": (3, Kind.BACKWARD_WEIGHT, _raise(GeneratorExit())),
-    "TimeoutError": (1, Kind.FORWARD, _by_handler),
-    "ValueError": (2, Kind.FORWARD, _raise(ValueError("the loss went to the moon"))),
+FATAL: dict[str, tuple[int, str, Callable[[], Any]]] = {
+    "KeyboardInterrupt": (0, "F", _interrupt),
+    "SystemExit": (2, "B BW", _raise(SystemExit(3))),
+    "GeneratorExit": (3, "B BW", _raise(GeneratorExit())),
+    "TimeoutError": (1, "F", _by_handler),
+    "ValueError": (2, "F", _raise(ValueError("the loss went to the moon"))),
 }
-"""Name of an error -> the rank that it happens on, before which kind of action of microbatch 2, and how."""
+"""Name of an error -> the rank that it happens on, before which kinds of action of microbatch 2, and how."""
 
 
 def fatal(scene: Scene, name: str) -> dict[str, Any]:
     """Fail in a step, then try another, then synchronize."""
-    rank, kind, fault = FATAL[name]
-    with scene.at(rank, kind, 2, fault):
+    rank, kinds, fault = FATAL[name]
+    with scene.at(rank, kinds, 2, fault):
         first = scene.step()
     gradients, buffers = scene.gradients(), scene.buffers_as_before()
     return {
@@ -214,7 +214,7 @@ def fatal(scene: Scene, name: str) -> dict[str, Any]:
 def fatal_in_eval(scene: Scene) -> dict[str, Any]:
     """Ctrl-C in the second evaluation, on rank 2."""
     good = scene.eval()
-    with scene.at(2, Kind.FORWARD, 1, _interrupt):
+    with scene.at(2, "F", 1, _interrupt):
         first = scene.eval()
     return {"good": good, "first": first, "second": scene.step(), "failed_at": scene.failed_at}
 
@@ -275,7 +275,7 @@ def refused_while_ahead(scene: Scene, learn: str) -> dict[str, Any]:
     good = scene.eval()
     if scene.rank == 3:
         time.sleep(1.0)
-    first = scene.eval(1, 15 if scene.rank == 3 else 16)
+    first = scene.eval(1, 0 if scene.rank == 3 else 16)
     second = scene.synchronize() if learn == "synchronize" else scene.step()
     scene.gradients()
     third = scene.step()
@@ -329,6 +329,7 @@ def missing(scene: Scene, where: str) -> dict[str, Any]:
         time.sleep(LIMIT_S + 4.0)
         return {"first": scene.step(), "failed_at": scene.failed_at}
     first = {"step": scene.step, "eval": scene.eval, "synchronize": scene.synchronize}[where]()
+    time.sleep(max(0.0, scene.failed_at + LIMIT_S + 3.0 - time.monotonic()))
     return {"first": first, "failed_at": scene.failed_at}
 
 

@@ -202,10 +202,9 @@ class DistributedCall:
         watchdog.gentle = watchdog.needs_all = self._own_error
         if watchdog.refused is None:
             watchdog.check()
-        elif watchdog.told:
-            if self._counted:
-                self._calls.settle()
-        elif watchdog.refused.call < watchdog.call or not self._counted:
+        elif watchdog.told and self._counted:
+            self._calls.settle()
+        elif watchdog.told or watchdog.refused.call < watchdog.call or not self._counted:
             watchdog.ended = True
             raise Ended
 

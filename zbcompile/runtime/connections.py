@@ -22,7 +22,8 @@ _BREAK_TAG, _TRIPWIRE_TAG = 1_000_001, 1_000_002
 def break_connections(group: ProcessGroup) -> None:
     """Close all connections of a gloo group: every wait on it ends with an error, here and at its peers.
 
-    gloo closes them when a wait on the group lasts too long, so one is begun that lasts too long at once.
+    gloo closes them when a wait on the group lasts too long, so one is begun that lasts too long at once. It is
+    begun with every peer: a wait that ends because just this peer has closed leaves the others' connections.
     """
     for peer in range(group.size()):
         if peer == group.rank():
@@ -33,7 +34,6 @@ def break_connections(group: ProcessGroup) -> None:
             continue  # this connection is closed already
         with contextlib.suppress(RuntimeError):
             work.wait(timedelta(milliseconds=1))
-        return
 
 
 def leave_group(group: ProcessGroup) -> None:

@@ -24,7 +24,6 @@ from zbcompile.runtime.calls import DistributedCalls
 from zbcompile.runtime.connections import FOREVER, Tripwire, break_connections, leave_group
 from zbcompile.runtime.doing import ANY_RANK
 from zbcompile.runtime.meetings import Meetings
-from zbcompile.runtime.news import Event
 from zbcompile.runtime.watchdog import Watchdog
 
 __all__ = ["PipelineGroup"]
@@ -191,18 +190,18 @@ class PipelineGroup:
     def synchronize(self) -> None:
         """Return when every rank has finished its calls so far.
 
+        After a call that was refused, a rank that has raised for it does not wait: the others raise in their
+        next call or here.
+
         Raises
         ------
         PipelineError
             One has failed, or has refused a call that this rank had finished.
         """
-        watchdog = self.watchdog
+        if self.watchdog.failed is None and self.watchdog.told:
+            return
         with self.calls.meeting("synchronize()"):
-            refused = watchdog.refused
-            for text in self.gather("" if refused is None else refused.text(), "synchronize()"):
-                if text:
-                    watchdog.learn(Event.parse(text))
-            watchdog.check()
+            self.barrier("synchronize()")
 
     def _clock_offset_ns(self) -> int:
         """Return the offset to rank 0's clock.
