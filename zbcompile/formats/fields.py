@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
-from zbcompile.errors import FormatError, UsageError
+from zbcompile.errors import FormatError, UsageError, printable
 
 __all__ = [
     "MAX_AMOUNT",
@@ -19,6 +19,7 @@ __all__ = [
     "items",
     "parse_json",
     "plain",
+    "readable",
 ]
 
 MAX_AMOUNT = (1 << 53) - 1
@@ -175,6 +176,14 @@ def _text(value: object, where: str) -> str:
             "expected printable text", where=where, needed=f"at most {_MAX_TEXT} characters, none of control"
         )
     return value
+
+
+def readable(text: str) -> str:
+    """Return text for people as a file may carry it: printable, of at most 1000 characters.
+
+    What is written can be read again, whatever the module of a stage is called.
+    """
+    return printable(text).replace("\n", " ")[:_MAX_TEXT]
 
 
 def _short(value: object) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zbcompile.errors import FormatError
-from zbcompile.formats.fields import MAX_AMOUNT, Fields, format_json, integer, items, parse_json
+from zbcompile.formats.fields import MAX_AMOUNT, Fields, format_json, integer, items, parse_json, readable
 from zbcompile.formats.profile_json import MAX_STAGES
 from zbcompile.formats.schedule_json import action_from, action_to
 from zbcompile.schedule.ir import MAX_COUNT, Action, Kind
@@ -56,7 +56,9 @@ class Measured:
 def dumps(measured: Measured) -> str:
     """Return the text of a measured timeline."""
     rows = [[[action_to(action), start, end] for action, start, end in row] for row in measured.ranks]
-    return format_json({"format": NAME, "version": VERSION, "source": measured.source, "ranks": rows})
+    return format_json(
+        {"format": NAME, "version": VERSION, "source": readable(measured.source), "ranks": rows}
+    )
 
 
 def loads(text: str, where: str = "measured timeline") -> Measured:

@@ -16,6 +16,7 @@ from zbcompile.formats.fields import (
     integer,
     items,
     parse_json,
+    readable,
 )
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import MAX_COUNT, Placement
@@ -143,7 +144,7 @@ def dumps(content: ProfileFile | Profile) -> str:
 
 def profile_to(profile: Profile) -> dict[str, object]:
     """Return a profile as plain values; equal neighbouring stages are written once, with ``repeat``."""
-    result: dict[str, object] = {"source": profile.source, "stages": list(_runs(profile.stages))}
+    result: dict[str, object] = {"source": readable(profile.source), "stages": list(_runs(profile.stages))}
     chain = tuple(Edge(s, s + 1) for s in range(profile.num_stages - 1))
     if profile.edges != chain:
         result["edges"] = [
@@ -351,7 +352,7 @@ def _stage(value: object, where: str, *, nested: bool) -> tuple[StageCost, int]:
 
 
 def _stage_to(stage: StageCost) -> dict[str, object]:
-    result: dict[str, object] = {"name": stage.name} if stage.name else {}
+    result: dict[str, object] = {"name": readable(stage.name)} if stage.name else {}
     for name in (
         "forward_ns",
         "backward_input_ns",

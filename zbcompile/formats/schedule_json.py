@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zbcompile.errors import FormatError, UsageError
-from zbcompile.formats.fields import Fields, format_json, guarded, integer, items, parse_json, plain
+from zbcompile.formats.fields import Fields, format_json, guarded, integer, items, parse_json, plain, readable
 from zbcompile.formats.profile_json import (
     MAX_STAGES,
     caps_from,
@@ -98,7 +98,7 @@ def dumps(content: ScheduleFile | Solution | Schedule) -> str:
         "version": VERSION,
         "placement": list(schedule.placement.rank_of),
         "microbatches": schedule.num_microbatches,
-        "origin": content.origin,
+        "origin": readable(content.origin),
     }
     if certificate is not None:
         document["certificate"] = {

@@ -119,18 +119,21 @@ def summarize(file: ScheduleFile, timeline: Timeline | None = None) -> Summary:
 
 
 def remarks(summary: Summary) -> list[str]:
-    """Return what is wrong with an order that can run: missing work, exceeded caps."""
+    """Return what is wrong with an order that can run: missing work, wrong ranks, exceeded caps."""
     schedule, problem = summary.timeline.schedule, summary.timeline.problem
-    count = dict.fromkeys(Kind, 0)
-    for row in schedule.order:
+    count, strangers, rank_of = dict.fromkeys(Kind, 0), 0, problem.placement.rank_of
+    for rank, row in enumerate(schedule.order):
         for action in row:
             count[action.kind] += 1
+            strangers += rank_of[action.stage] != rank
     found, whole = [], problem.num_stages * problem.num_microbatches
     fused = count[Kind.FULL_BACKWARD]
     for kind in (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
         given = count[kind] + (0 if kind is Kind.FORWARD else fused)
         if given != whole:
             found.append(f"the order has {given} of {whole} {kind.value} actions")
+    if strangers:
+        found.append(f"{strangers} actions stand on another rank than their stage's")
     for rank, (peak, cap) in enumerate(zip(summary.timeline.peak_bytes, problem.caps, strict=True)):
         if cap is not None and peak > cap:
             found.append(f"rank {rank} holds {format_bytes(peak)}, over its cap of {format_bytes(cap)}")

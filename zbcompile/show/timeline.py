@@ -198,20 +198,24 @@ class _Drawing:
             line.append(note, _DIM if self.colour else Style.null())
         return line
 
+    def _local_stages(self, rank: int) -> dict[int, int]:
+        """Return the index of each stage among those of its rank; an action may stand on another rank."""
+        return {s: k for k, s in enumerate(self.timeline.problem.placement.stages_of(rank))}
+
     def _bars(self, rank: int) -> Text:
-        stages = self.timeline.problem.placement.stages_of(rank)
+        local = self._local_stages(rank)
         boxes = [
-            Box(a, self.timeline.start[rank][k], self.timeline.end[rank][k], stages.index(a.stage))
+            Box(a, self.timeline.start[rank][k], self.timeline.end[rank][k], local.get(a.stage, 0))
             for k, a in enumerate(self.timeline.schedule.order[rank])
             if a.kind.is_compute
         ]
         return bar_lane(boxes, self.window, self.glyphs, colour=self.colour)
 
     def _measured_bars(self, measured: Measured, rank: int) -> Text:
-        stages = self.timeline.problem.placement.stages_of(rank)
+        local = self._local_stages(rank)
         row = measured.ranks[rank] if rank < len(measured.ranks) else ()
         boxes = [
-            Box(a, start, end, stages.index(a.stage) if a.stage in stages else 0)
+            Box(a, start, end, local.get(a.stage, 0))
             for a, start, end in sorted(row, key=lambda event: event[1])
             if a.kind.is_compute
         ]
