@@ -116,14 +116,17 @@ def memory_after(schedule: Schedule, problem: Problem, rank: int) -> list[int]:
     -----
     A prefix sum over the order: +M_B at the start of F, -M_B + M_W at B, -M_W at W, -M_B at BW.
     """
+    row, stages = schedule.order[rank], problem.profile.stages
     change = {
-        Kind.FORWARD: [s.saved_bytes for s in problem.profile.stages],
-        Kind.BACKWARD_INPUT: [s.saved_for_weight_bytes - s.saved_bytes for s in problem.profile.stages],
-        Kind.BACKWARD_WEIGHT: [-s.saved_for_weight_bytes for s in problem.profile.stages],
-        Kind.FULL_BACKWARD: [-s.saved_bytes for s in problem.profile.stages],
+        s: {
+            Kind.FORWARD: stages[s].saved_bytes,
+            Kind.BACKWARD_INPUT: stages[s].saved_for_weight_bytes - stages[s].saved_bytes,
+            Kind.BACKWARD_WEIGHT: -stages[s].saved_for_weight_bytes,
+            Kind.FULL_BACKWARD: -stages[s].saved_bytes,
+        }
+        for s in {action.stage for action in row}
     }
-    row = schedule.order[rank]
-    changes = (change[a.kind][a.stage] if a.kind.is_compute else 0 for a in row)
+    changes = (change[a.stage][a.kind] if a.kind.is_compute else 0 for a in row)
     return list(accumulate(changes, initial=problem.static_bytes(rank)))[1:]
 
 
