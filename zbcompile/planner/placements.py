@@ -105,7 +105,8 @@ def _filled(work: Sequence[int], ranks: int) -> Placement:
     """Return the same by filling one rank after the other up to the least work that does."""
 
     def fill(most: int) -> list[int] | None:
-        rank_of, rank, done = [], 0, 0
+        rank_of: list[int] = []
+        rank = done = 0
         for s, length in enumerate(work):
             left = len(work) - s
             if rank_of and (done + length > most or left == ranks - 1 - rank) and rank < ranks - 1:

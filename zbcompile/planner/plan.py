@@ -62,10 +62,13 @@ def check_size(problem: Problem) -> None:
     branches = any(e.target != e.source + 1 or not e.has_gradient for e in problem.profile.edges)
     most = MOST_BRANCHING_STAGES if branches or len(problem.profile.edges) < stages - 1 else MOST_STAGES
     if stages > most:
-        what = "too many stages to plan for" + (
-            " where they are no plain chain" if most < MOST_STAGES else ""
+        where = " where they are no plain chain" if most < MOST_STAGES else ""
+        raise UsageError(
+            f"too many stages to plan for{where}",
+            needed=f"at most {most} stages",
+            given=stages,
+            fix="join neighbouring stages",
         )
-        raise UsageError(what, needed=f"at most {most} stages", given=stages, fix="join neighbouring stages")
     if cells > MOST_CELLS:
         raise UsageError(
             "too many stages times microbatches to plan for",
