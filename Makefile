@@ -3,12 +3,15 @@
 #   make test TORCH=2.14.1     the same with another torch, in its own environment
 #   make test PYTHON=python3   with another interpreter (3.11 or newer)
 #   make test JOBS=4           test processes
+#   make kill KILL_POINTS=1 KILL_SEED=7   one kill point again (without: 100, from seed 0)
 #   make test-compatible       the bitwise tests of the passes under another instruction set
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= 2.13.0
 JOBS ?= 2
 PYTEST_ARGS ?=
+KILL_POINTS ?= 100
+KILL_SEED ?= 0
 
 COMPATIBLE := tests/passes/joint tests/passes/split/test_split.py tests/passes/verify \
 	tests/pipeline/test_models.py tests/pipeline/test_failures_boundaries.py tests/pipeline/test_failures_gradients.py
@@ -20,7 +23,7 @@ READY := $(VENV)/.ready-$(TORCH)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-compatible lint models install wheel clean
+.PHONY: demo test test-compatible lint models kill install wheel clean
 
 install: $(READY)
 
@@ -49,6 +52,9 @@ lint: $(READY)
 
 models: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) tests/pipeline/test_models.py -vv $(PYTEST_ARGS)
+
+kill: $(READY)
+	KILL_POINTS=$(KILL_POINTS) KILL_SEED=$(KILL_SEED) $(BIN)/python -m pytest -n 0 tests/runtime/test_kill.py $(PYTEST_ARGS)
 
 wheel: $(READY)
 	$(BIN)/python -m build --no-isolation --outdir dist

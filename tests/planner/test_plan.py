@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -9,15 +10,17 @@ import pytest
 from tests.planner.starts.test_classic import paper_problem
 from zbcompile.errors import InfeasibleError, UsageError
 from zbcompile.planner.bounds.analytic import best_bound
+from zbcompile.planner.compare import compare
 from zbcompile.planner.core.instance import Instance, to_schedule
 from zbcompile.planner.exact import proofs
 from zbcompile.planner.exact.model import ExactResult
 from zbcompile.planner.incumbent import Incumbent, Progress
+from zbcompile.planner.placements import plan_auto
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts.classic import orders_for
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.schedule.check import check
-from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
 
@@ -123,3 +126,34 @@ def test_an_order_is_called_classic_only_if_it_is_that_order(times: tuple[int, .
         if name == f"classic {known}":
             same = solution.schedule == to_schedule(codes, problem)
             assert change == ("" if same else {"never": "split", "always": "fused"}[fuse])
+
+
+def big(stages: int, microbatches: int, edges: tuple[Edge, ...] = ()) -> Problem:
+    """Equal stages on as many ranks."""
+    stage = StageCost.simple(3, 3, 2, 4, 2)
+    return Problem.of(Profile((stage,) * stages, edges, Link(1)), None, microbatches, 8)
+
+
+@pytest.mark.parametrize("transport", ["async", "rendezvous"])
+def test_thousands_of_stages_take_seconds(transport: str) -> None:
+    """Nothing but the orders themselves grows with the stages: within twice the limit and two seconds."""
+    before = time.process_time()
+    solution = plan(big(4096, 2).with_(transport=transport), time_limit_s=1)
+    assert time.process_time() - before < 4 * 3  # a busy machine counts its waits for memory, too
+    assert solution.certificate.bound_ns > 0
+    assert solution.certificate.gap < 0.01
+
+
+def test_problems_too_large_for_any_limit_are_refused_with_the_most_that_is_planned() -> None:
+    skips = tuple(Edge(s, s + 1) for s in range(599)) + (Edge(0, 599),)
+    for problem, words in (
+        (big(4097, 1), "at most 4096 stages; given: 4097"),
+        (big(600, 2, skips), "no plain chain.*at most 512 stages; given: 600"),
+        (big(64, 4096), "at most 131072; given: 262144"),
+    ):
+        with pytest.raises(UsageError, match=f"(?s){words}"):
+            plan(problem, time_limit_s=1)
+        with pytest.raises(UsageError, match=f"(?s){words}"):
+            plan_auto(problem, time_limit_s=1)
+    with pytest.raises(UsageError, match="(?s)too many stages to compare.*at most 1024"):
+        compare(big(2000, 2), seconds_per_row=0.02)

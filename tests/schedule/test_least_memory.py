@@ -12,7 +12,6 @@ from zbcompile.errors import InfeasibleError
 from zbcompile.planner.core.instance import Fusing, Instance, shaped, to_schedule
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts.initial import one_at_a_time
-from zbcompile.schedule import one_microbatch
 from zbcompile.schedule.check import faults
 from zbcompile.schedule.costs import Edge, Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -146,7 +145,8 @@ def test_a_search_that_gives_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     problem = Problem.of(pairs, Placement((0,) * 6), 1, 17)
     assert least_headroom(problem, 0) == 15
     check_caps(problem)
-    monkeypatch.setattr(one_microbatch, "_MOST_STATES", 1)
+    fit = OneMicrobatch.fit
+    monkeypatch.setattr(OneMicrobatch, "fit", lambda one, room, rank=None, _=0: fit(one, room, rank, 1))
     assert least_headroom(problem, 0) <= 15
     with pytest.raises(InfeasibleError, match="none found in 4 beginnings; all forwards first need 40 bytes"):
         check_caps(problem)

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zbcompile.errors import InfeasibleError, UsageError
 from zbcompile.planner.core.instance import Fusing
 from zbcompile.planner.incumbent import PlanState, Progress
-from zbcompile.planner.plan import plan
+from zbcompile.planner.plan import check_size, plan
 from zbcompile.planner.variants import joint_bound
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
 
 __all__ = ["AutoResult", "Tried", "contiguous", "placements_for", "plan_auto"]
+
+_MOST_CUTS = 20_000_000
+"""Ranks times pairs of stages up to which all ways to cut are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ def contiguous(problem: Problem, ranks: int) -> Placement:
     ]
     total = [0, *itertools.accumulate(work)]
     count = len(work)
+    if ranks * count * count > _MOST_CUTS:
+        return _filled(work, ranks)
     best: list[list[tuple[int, tuple[int, ...]]]] = [[(total[k], (k,)) for k in range(count + 1)]]
     for part in range(1, ranks):
         row: list[tuple[int, tuple[int, ...]]] = [(total[count] + 1, ())] * (count + 1)
@@ -94,6 +99,31 @@ def contiguous(problem: Problem, ranks: int) -> Placement:
         best.append(row)
     ends = best[-1][count][1]
     return Placement(tuple(sum(end <= s for end in ends) for s in range(count)))
+
+
+def _filled(work: Sequence[int], ranks: int) -> Placement:
+    """Return the same by filling one rank after the other up to the least work that does."""
+
+    def fill(most: int) -> list[int] | None:
+        rank_of: list[int] = []
+        rank = done = 0
+        for s, length in enumerate(work):
+            left = len(work) - s
+            if rank_of and (done + length > most or left == ranks - 1 - rank) and rank < ranks - 1:
+                rank, done = rank + 1, 0
+            done += length
+            if done > most:
+                return None
+            rank_of.append(rank)
+        return rank_of
+
+    low, high = max(work), sum(work)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fill(middle) is not None else (middle + 1, high)
+    filled = fill(low)
+    assert filled is not None
+    return Placement(tuple(filled))
 
 
 def placements_for(problem: Problem, ranks: int) -> list[tuple[str, Placement]]:
@@ -154,6 +184,7 @@ def plan_auto(
     InfeasibleError
         No placement fits under the caps; the error is that of the first placement.
     """
+    check_size(problem)
     started, fusing = time.monotonic(), Fusing.of(fuse)
     order, tried, refused = [], [], None
     for rank, (name, placement) in enumerate(placements_for(problem, problem.num_ranks)):

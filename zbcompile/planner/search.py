@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from zbcompile.planner.core.dispatch import Dispatcher
+from zbcompile.planner.core.dispatch import Dispatcher, dispatch_pays
 from zbcompile.planner.core.instance import Codes, Instance, is_chain
 from zbcompile.planner.core.scorer import Scored, Scorer
 from zbcompile.planner.core.tables import HAVE_NUMBA
@@ -92,7 +92,8 @@ class Search:
         scored = _distinct(_scored(scorer, initial))
         most = int(scored[0][0] * _HOPELESS) if scored else None
         scored += v_list_orders(instance, scorer, most, self._over)
-        scored += kind_ranking_orders(instance, scorer, Dispatcher(instance), rng, self._over)
+        if dispatch_pays(instance):
+            scored += kind_ranking_orders(instance, scorer, Dispatcher(instance), rng, self._over)
         found = _distinct(scored)[:4]
         self._offer(found + self._redispatched([codes for _, _, codes in found]))
 
@@ -111,7 +112,7 @@ class Search:
         """Return orders of several stages per rank with their actions placed anew."""
         found: list[Scored] = []
         instance, tries = self.incumbent.instance, self.effort.dispatches // 2
-        if is_chain(instance):
+        if is_chain(instance) or not dispatch_pays(instance):
             return found
         dispatcher = Dispatcher(instance)
         for k, codes in enumerate(orders):

@@ -31,6 +31,9 @@ Assignment = tuple[int, ...]
 _MOST_LEVELS = 64
 """Combinations of levels on one rank up to which its bound looks at each of them."""
 
+_MOST_COSTS = 8192
+"""Stages times combinations of levels up to which the same holds."""
+
 _FINALISTS = 3
 """Most assignments that are planned in full."""
 
@@ -101,7 +104,7 @@ def _rank_bound(problem: Problem, rank: int, known: dict[tuple[StageCost, ...], 
     low = tuple(cheapest(stage) for stage in profile.stages)
     levels = [range(len(profile.stages[s].variants) + 1) for s in stages]
     choices: list[Assignment | None] = list(itertools.product(*levels))
-    if len(choices) > _MOST_LEVELS:
+    if len(choices) > _MOST_LEVELS or len(choices) * len(low) > _MOST_COSTS:
         choices = [None]
     found: list[tuple[Bound, Assignment | None]] = []
     for choice in choices:
@@ -206,9 +209,13 @@ class _Ranking:
     def _around(self, here: Assignment) -> Iterator[Assignment]:
         profile, rank_of = self.problem.profile, self.problem.placement.rank_of
         for s, stage in enumerate(profile.stages):
+            if self.over():
+                return
             for level in range(len(stage.variants) + 1):
                 yield (*here[:s], level, *here[s + 1 :])
         for a, b in itertools.combinations(range(len(here)), 2):
+            if self.over():
+                return
             levels = list(here)
             levels[a], levels[b] = here[b], here[a]
             legal = all(level <= len(profile.stages[s].variants) for s, level in enumerate(levels))
@@ -308,6 +315,8 @@ def _rank(
                 relay(Progress(ranking.best[0] if ranking.best else None, 0, 0.0, "variants"))
             if ranking.best is not None and ranking.best[0] <= bound.value_ns:
                 return ranking.finalists()[:1]
+            if ranking.over():
+                break
         ranking.improve()
     except KeyboardInterrupt:
         relay(Progress(None, 0, 0.0, "interrupted", PlanState.INTERRUPTED))

@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from zbcompile.errors import CheckError, UsageError
+from zbcompile.schedule.costs import Edge
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.messages import Message
 from zbcompile.schedule.positions import Key, Positions
@@ -168,12 +169,13 @@ class EventGraph:
         routes: dict[Key, _Route] = {}
         sent: dict[tuple[int, int], list[int]] = {}
         busy: dict[tuple[int, int], int] = {}
+        edges = {(edge.source, edge.target): edge for edge in self.problem.profile.edges}
         for node, action in enumerate(chain.from_iterable(self.schedule.order)):
             if not action.kind.is_send:
                 continue
             key = (action.kind, action.stage, action.peer)
             if key not in routes:
-                routes[key] = self._route(action)
+                routes[key] = self._route(action, edges)
             channel, lag, taken, receives = routes[key]
             receive = receives.get(action.microbatch)
             if receive is None:
@@ -197,10 +199,10 @@ class EventGraph:
             if action.kind.is_recv and self.transfer_of[node] < 0:
                 raise _missing(Message.of(action).send, action)
 
-    def _route(self, send: Action) -> _Route:
+    def _route(self, send: Action, edges: Mapping[tuple[int, int], Edge]) -> _Route:
         problem, message, receive = self.problem, Message.of(send), Message.of(send).recv
         pair = (min(message.source, message.target), max(message.source, message.target))
-        edge = next((e for e in problem.profile.edges if (e.source, e.target) == pair), None)
+        edge = edges.get(pair)
         if edge is None:
             raise CheckError(f"{send}: the profile has no edge between these stages")
         channel = (problem.placement.rank_of[message.source], problem.placement.rank_of[message.target])

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zbcompile.errors import InfeasibleError
-from zbcompile.schedule.one_microbatch import OneMicrobatch
+from zbcompile.schedule.one_microbatch import MOST_STATES, OneMicrobatch
 from zbcompile.schedule.problem import Problem
 
 __all__ = ["check_caps", "least_headroom"]
 
-_MOST_ASKED = 200
-"""Sizes of one rank's headroom that are looked at before a lower bound is taken for the least."""
+_MOST_RANKS = 100
+"""Ranks that share one search's states: each gets as many for the question of its least bytes."""
 
 
 def least_headroom(problem: Problem, rank: int, *, fusing: bool = True) -> int:
@@ -35,31 +35,34 @@ def least_headroom(problem: Problem, rank: int, *, fusing: bool = True) -> int:
         The bytes: no order needs less on this rank, and one that needs no more there exists. Where stages
         branch in more ways than can be looked at, it may be less than that order needs, never more.
     """
-    one = OneMicrobatch.of(problem, fusing=fusing)
     own = problem.placement.stages_of(rank)
+    return _least_alone(OneMicrobatch.of(problem, fusing=fusing), rank, own, MOST_STATES)
+
+
+def _least_alone(one: OneMicrobatch, rank: int, own: Sequence[int], states: int) -> int:
+    """Return the least bytes of a rank with which an order fits, the others without limit."""
     if len(own) == 1:
         return max(one.saved[own[0]], one.pending[own[0]])
-    return _least(one, [None] * one.num_ranks, rank)[0] or 0
+    least = _least(one, [None] * one.num_ranks, rank, states)
+    assert least is not None
+    return least
 
 
-def _least(one: OneMicrobatch, headroom: Sequence[int | None], rank: int) -> tuple[int | None, bool]:
-    """Return the least bytes of a rank with which an order fits, the others as given, and if that is certain.
+def _least(one: OneMicrobatch, headroom: Sequence[int | None], rank: int, states: int) -> int | None:
+    """Return the least bytes of a rank with which an order fits, the others as given.
 
-    None if no number of bytes will do.
+    Or a number below it, if it is not found in so many states. None if no number of bytes will do.
     """
     room = list(headroom)
-    least = one.forced_bytes(rank)
-    for _ in range(_MOST_ASKED):
-        room[rank] = least
-        found = one.fit(room, rank)
-        if found.order is not None:
-            return least, True
-        if not found.searched_all:
-            return least, False
+    room[rank] = one.forced_bytes(rank)
+    while True:
+        found = one.fit(room, rank, states)
+        states -= found.states
+        if found.order is not None or not found.searched_all or states <= 0:
+            return room[rank]
         if found.next_bytes is None:
-            return None, True
-        least = found.next_bytes
-    return least, False
+            return None
+        room[rank] = found.next_bytes
 
 
 def check_caps(problem: Problem, *, fusing: bool = True) -> None:
@@ -88,11 +91,12 @@ def check_caps(problem: Problem, *, fusing: bool = True) -> None:
     ]
     if not tight:
         return
+    share = MOST_STATES // min(len(tight), _MOST_RANKS)
     worst: tuple[int, int, int] | None = None
     for rank in tight:
         given = headroom[rank]
         assert given is not None
-        lacking = least_headroom(problem, rank, fusing=fusing) - given
+        lacking = _least_alone(one, rank, problem.placement.stages_of(rank), share) - given
         if lacking > 0 and (worst is None or lacking > worst[0]):
             worst = (lacking, rank, lacking + given)
     if worst is not None:
@@ -105,7 +109,7 @@ def check_caps(problem: Problem, *, fusing: bool = True) -> None:
         rank = max(tight, key=lambda r: simple[r] - (headroom[r] or 0))
         text = f"none found in {found.states} beginnings; all forwards first need {{}} bytes on rank {rank}"
         raise _refused(problem, rank, simple[rank], text)
-    alone = {r: least for r in tight if (least := _least(one, headroom, r)[0]) is not None}
+    alone = {r: least for r in tight if (least := _least(one, headroom, r, share)) is not None}
     rank = min(alone, key=lambda r: (alone[r] - (headroom[r] or 0), r), default=tight[0])
     names = " and ".join(map(str, tight))
     text = f"the caps of ranks {names} leave no room together; rank {rank} needs {{}} bytes"

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 from zbcompile.schedule.problem import Problem
 
-__all__ = ["Fit", "OneMicrobatch", "Step"]
+__all__ = ["MOST_STATES", "Fit", "OneMicrobatch", "Step"]
 
 Step = tuple[bool, int]
 """Whether it is a backward, and the stage."""
 
-_MOST_STATES = 20_000
-"""States that a search visits before it gives up. A chain of stages has one per F."""
+MOST_STATES = 20_000
+"""States that a search visits before it gives up: about a second. A chain of stages has one per F."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,9 @@ class OneMicrobatch:
             peak[rank] = max(peak[rank], held[rank] + (self.pending[s] if backward else 0))
         return peak
 
-    def fit(self, headroom: Sequence[int | None], watched: int | None = None) -> Fit:
+    def fit(
+        self, headroom: Sequence[int | None], watched: int | None = None, states: int = MOST_STATES
+    ) -> Fit:
         """Look for an order within some bytes per rank.
 
         Parameters
@@ -115,14 +117,19 @@ class OneMicrobatch:
             Bytes per rank, None for no limit.
         watched
             The rank for which `Fit.next_bytes` is wanted.
+        states
+            States after which to give up.
         """
-        return _Search(self, headroom, watched).run()
+        simple = self.forwards_first()
+        if all(h is None or peak <= h for peak, h in zip(self.peaks(simple), headroom, strict=True)):
+            return Fit(simple, True, None, 0)
+        return _Search(self, headroom, watched).run(states)
 
     def forced_bytes(self, rank: int) -> int:
-        """Return bytes that a rank holds in every order: when some F starts, with all that must wait for it.
+        """Return bytes that a rank holds at once in every order.
 
-        When F of stage s starts, the M_B of each stage is held whose F comes before and whose backward comes
-        after it in every order.
+        When a step starts, here or on any rank, the M_B of each stage is held whose F comes before and whose
+        backward comes no sooner in every order.
         """
         count = len(self.rank_of)
         before = [0] * (2 * count)
@@ -132,12 +139,20 @@ class OneMicrobatch:
         for s in range(count - 1, -1, -1):
             before[count + s] = before[s] | 1 << s
             for target in self.backward_from[s]:
-                before[count + s] |= before[count + target]
+                before[count + s] |= before[count + target] | 1 << count + target
         own = [s for s in range(count) if self.rank_of[s] == rank]
-        most = 0
-        for s in own:
-            around = sum(self.saved[t] for t in own if before[s] >> t & 1 and before[count + t] >> s & 1)
-            most = max(most, self.saved[s] + around, self.pending[s])
+        whole = sum(self.saved[s] for s in own)
+        most = max(max(self.saved[s], self.pending[s]) for s in own)
+        for step in (*range(count - 1, -1, -1), *range(count, 2 * count)):
+            started = before[step] | (1 << step if step < count else 0)
+            held = sum(
+                self.saved[t]
+                for t in own
+                if started >> t & 1 and (count + t == step or before[count + t] >> step & 1)
+            )
+            most = max(most, held)
+            if held == whole:
+                break
         return most
 
 
@@ -240,8 +255,8 @@ class _Search:
                 if self.waits[other] & ~done == 0:
                     ready.add(other)
 
-    def run(self) -> Fit:
-        """Search until an order is found, nothing is left, or too much was looked at."""
+    def run(self, states: int) -> Fit:
+        """Search until an order is found, nothing is left, or so many states were visited."""
         first = frozenset(n for n in range(self.count) if not self.waits[n])
         start = self._after(_State(0, (0,) * self.one.num_ranks, first, None), None)
         stack, seen = [start], {start.done}
@@ -249,7 +264,7 @@ class _Search:
             state = stack.pop()
             if state.done == (1 << 2 * self.count) - 1:
                 return Fit(self._order(state.trail), True, self.next_bytes, len(seen))
-            if len(seen) > _MOST_STATES:
+            if len(seen) > states:
                 return Fit(None, False, self.next_bytes, len(seen))
             stack.extend(self._choices(state, seen))
         return Fit(None, True, self.next_bytes, len(seen))

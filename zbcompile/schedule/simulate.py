@@ -116,15 +116,17 @@ def memory_after(schedule: Schedule, problem: Problem, rank: int) -> list[int]:
     -----
     A prefix sum over the order: +M_B at the start of F, -M_B + M_W at B, -M_W at W, -M_B at BW.
     """
-    row = schedule.order[rank]
-    costs = [(s, problem.profile.stages[s]) for s in {action.stage for action in row}]
+    row, stages = schedule.order[rank], problem.profile.stages
     change = {
-        Kind.FORWARD: {s: cost.saved_bytes for s, cost in costs},
-        Kind.BACKWARD_INPUT: {s: cost.saved_for_weight_bytes - cost.saved_bytes for s, cost in costs},
-        Kind.BACKWARD_WEIGHT: {s: -cost.saved_for_weight_bytes for s, cost in costs},
-        Kind.FULL_BACKWARD: {s: -cost.saved_bytes for s, cost in costs},
+        s: {
+            Kind.FORWARD: stages[s].saved_bytes,
+            Kind.BACKWARD_INPUT: stages[s].saved_for_weight_bytes - stages[s].saved_bytes,
+            Kind.BACKWARD_WEIGHT: -stages[s].saved_for_weight_bytes,
+            Kind.FULL_BACKWARD: -stages[s].saved_bytes,
+        }
+        for s in {action.stage for action in row}
     }
-    changes = (change[a.kind][a.stage] if a.kind.is_compute else 0 for a in row)
+    changes = (change[a.stage][a.kind] if a.kind.is_compute else 0 for a in row)
     return list(accumulate(changes, initial=problem.static_bytes(rank)))[1:]
 
 

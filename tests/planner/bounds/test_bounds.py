@@ -10,6 +10,7 @@ from tests.support.planner_cases import brute_force, random_placement, random_pr
 from zbcompile.planner.bounds.analytic import analytic_bounds, best_bound
 from zbcompile.planner.bounds.knapsack import fractional
 from zbcompile.planner.core.instance import Instance
+from zbcompile.planner.core.paths import Paths, _AllPaths
 from zbcompile.planner.exact.model import solve_exact
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -50,6 +51,34 @@ def test_no_bound_exceeds_the_optimum(block: int) -> None:
             assert bound.value_ns <= best, (problem, bound)
         tight += best_bound(problem).value_ns == best
     assert tight >= PER_BLOCK // 3
+
+
+def test_the_best_bound_is_the_first_of_all_of_them() -> None:
+    """Found along a plain chain of stages in one pass, elsewhere by all pairs of ranks."""
+    rng = random.Random(4)
+    pairs = 0
+    for k in range(200):
+        ranks = rng.randint(1, 5)
+        placement = random_placement(rng, ranks) if k % 2 else None
+        problem = random_problem(rng, ranks=ranks, microbatches=rng.randint(1, 6), placement=placement)
+        best = best_bound(problem)
+        assert best == analytic_bounds(problem)[0]
+        pairs += best.method == "enclosing_pair"
+    assert pairs >= 10
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sums_along_a_chain_are_its_longest_paths(seed: int) -> None:
+    problem = random_problem(random.Random(seed), ranks=4, microbatches=2, placement=Placement.v(4))
+    instance = Instance.of(problem)
+    sums, table = Paths.of(instance), _AllPaths.between(instance)
+    assert not isinstance(sums, _AllPaths)
+    assert (sums.head, sums.tail) == (table.head, table.tail)
+    for a in range(8):
+        for b in range(8):
+            assert sums.f_to_f(a, b) == table.f_to_f(a, b)
+            assert sums.f_to_b(a, b) == table.f_to_b(a, b)
+            assert sums.b_to_b(a, b) == table.b_to_b(a, b)
 
 
 def test_brute_force_agrees_on_tiny_cases() -> None:

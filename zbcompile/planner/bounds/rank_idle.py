@@ -14,7 +14,10 @@ from zbcompile.planner.bounds.start_end_idle import end_idle, pending_time, star
 from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.core.paths import NO_PATH, Paths
 
-__all__ = ["RankIdle", "rank_idle"]
+__all__ = ["MANY_STAGES", "RankIdle", "rank_idle"]
+
+MANY_STAGES = 128
+"""Stages of one rank beyond which no idle time is looked for: its sums would take their square in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,12 @@ def rank_idle(instance: Instance, paths: Paths, rank: int) -> RankIdle:
     stages = instance.stages_of[rank]
     first = next((x for x in stages if all(paths.f_to_f(x, s) != NO_PATH for s in stages)), None)
     last = next((x for x in stages if all(paths.b_to_b(s, x) != NO_PATH for s in stages)), None)
+    terms: Mapping[str, object]
     if len(stages) == 1:
         chain = memory_window_bound(instance, paths.f_to_b(stages[0], stages[0]), stages[0])
         idle, terms = chain.idle_ns, chain.terms()
+    elif len(stages) > MANY_STAGES:
+        idle, terms = 0, {}
     else:
         start, start_terms = start_idle(instance, paths, rank)
         end, end_terms = end_idle(instance, paths, rank)

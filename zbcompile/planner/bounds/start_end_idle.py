@@ -73,9 +73,8 @@ def _last_pairs(paths: Paths, stages: Sequence[int]) -> Iterator[tuple[int, int]
     for s1 in stages:
         after = (s for s in stages if s != s1 and paths.b_to_b(s, s1) == NO_PATH)
         last = list(islice(after, 2))
-        if len(last) != 1 or paths.b_to_b(s1, last[0]) == NO_PATH:
-            continue
-        if all(paths.f_to_b(s, s1) != NO_PATH for s in stages):
+        ends = len(last) == 1 and paths.b_to_b(s1, last[0]) != NO_PATH
+        if ends and all(paths.f_to_b(s, s1) != NO_PATH for s in stages):
             yield last[0], s1
 
 

@@ -17,6 +17,9 @@ from zbcompile.schedule.problem import Problem
 
 __all__ = ["Derivation", "Facts", "alike", "derivations", "refuse"]
 
+_MANY_STAGES = 128
+"""Stages of one rank beyond which no idle time counts."""
+
 Witness = Mapping[str, object]
 Node = tuple[str, int]
 
@@ -223,7 +226,7 @@ def add_idle(facts: Facts, rank: int, witness: Witness, out: Derivation) -> None
     before = out.total
     if len(facts.stages_of[rank]) == 1:
         _add_windows(facts, rank, witness, out)
-    else:
+    elif len(facts.stages_of[rank]) <= _MANY_STAGES:
         _add_start_idle(facts, rank, out)
         _add_end_idle(facts, rank, witness, out)
     out.numbers["idle_ns"] = out.total - before

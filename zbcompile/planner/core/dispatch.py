@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from zbcompile.planner.core.instance import Codes, Instance
 from zbcompile.planner.core.tables import Tables, Vector, jit, unpack, vector
 
-__all__ = ["Dispatcher"]
+__all__ = ["Dispatcher", "dispatch_pays"]
 
 _FAR = 1 << 60
+_MOST_STEPS = 30_000_000
 
 
 @jit
@@ -146,6 +147,15 @@ def _run(
             for a in range(t.after_backward_at[s], t.after_backward_at[s + 1]):
                 _candidate(t, t.after_backward[a], keys, in_flight, share, free, held, done, ends, found)
     return placed
+
+
+def dispatch_pays(instance: Instance) -> bool:
+    """Return whether one run takes no more than about a second.
+
+    Every action is chosen among all ranks, and then its rank looks at all of its stages.
+    """
+    actions = 3 * instance.num_stages * instance.num_microbatches
+    return actions * (instance.num_ranks + 8 * max(map(len, instance.stages_of))) <= _MOST_STEPS
 
 
 class Dispatcher:

@@ -42,6 +42,12 @@ BELOW_STEPS = 1000
 CROSSING_MICROBATCHES = 48
 """Most microbatches for which the crossing model is worth building."""
 
+CROSSING_PLACES = 200_000
+"""Most places of one rank's model where a pair of microbatches may pass each other."""
+
+BELOW_PAIRS = 1_000_000
+"""Most pairs of an F and another action of its rank about which questions from below are asked."""
+
 WHOLE_CHAIN = 300
 """Most ranks times microbatches for which the whole chain is worth asking for."""
 
@@ -98,6 +104,7 @@ def below_applies(incumbent: Incumbent) -> bool:
         and instance.num_stages > instance.num_ranks
         and 2 * instance.num_microbatches <= 3 * instance.num_ranks
         and 3 * instance.num_stages * instance.num_microbatches <= BELOW_ACTIONS
+        and sum(3 * (len(row) * instance.num_microbatches) ** 2 for row in instance.stages_of) <= BELOW_PAIRS
     )
 
 
@@ -139,6 +146,7 @@ def crossing_applies(incumbent: Incumbent) -> bool:
         incumbent.problem.transport == "async"
         and is_chain(instance)
         and instance.num_microbatches <= CROSSING_MICROBATCHES
+        and instance.num_ranks * instance.num_microbatches**2 // 2 <= CROSSING_PLACES
         and min(instance.headroom[r] // max(1, instance.saved[r]) for r in range(instance.num_ranks))
         <= instance.num_ranks
     )

@@ -75,7 +75,7 @@ class Annealer:
             frozen[3 * r], frozen[3 * r + 1], frozen[3 * r + 2] = begin + low, begin + high, copies
         gaps = vector([int(gap) for gap in scratch[waits:]])
         state = vector([(seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1, 0, 0, 0, 0])
-        chunk = max(50, 3_000_000 // size // 10)
+        chunk = max(1, 300_000 // size)
         done = 0
         while done < tries and not stop():
             done_now = int(

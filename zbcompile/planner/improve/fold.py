@@ -89,7 +89,8 @@ def fold(instance: Instance, codes: Codes, scorer: Scorer) -> Folded | None:
         return None
     starts = _row_starts(instance, codes)
     work = max(instance.work(r) // instance.num_microbatches for r in range(instance.num_ranks))
-    for q in range(1, instance.num_ranks + 1):
+    spare = instance.num_microbatches - _KEPT * instance.num_ranks // 2  # what may be taken out
+    for q in range(1, min(instance.num_ranks, spare) + 1):
         middle = _middle(instance, codes, starts, q)
         if middle is None:
             continue

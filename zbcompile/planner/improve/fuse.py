@@ -193,11 +193,15 @@ class _Search:
                 for low, high in windows:
                     for change in (fuse_own, fuse_next, split_here):
                         better = self.change(stages, change, low, high) or better
+                    if self.over:
+                        return
                 for first in range(0, m, max(1, m // 8)):
                     better = self.change(stages, advance, first, m) or better
 
     def change(self, stages: Sequence[int], change: RowChange, low: int, high: int) -> bool:
         """Change the rows of some stages of the best order so far; return whether that is better."""
+        if self.over:
+            return False
         codes = list(self.codes)
         for s in stages:
             rank = self.incumbent.instance.rank_of[s]
@@ -213,6 +217,8 @@ class _Search:
                 for i in range(instance.num_microbatches):
                     for change in (fuse_own, fuse_next, split_here, split_later):
                         better = self.change((s,), change, i, i + 1) or better
+                    if self.over:
+                        return
 
     def small_moves(self) -> None:
         """With the tries that are left, move an action by a few places or flip a backward, at random."""
@@ -235,7 +241,7 @@ class _Search:
         that differ by less than a ten-thousandth count as equal.
         """
         instance, clock = self.incumbent.instance, self.incumbent.clock
-        if self.score is None:
+        if self.score is None or self.incumbent.seconds_left <= self.reserve / 2:
             return
         m, p = instance.num_microbatches, instance.num_ranks
         phases = sorted({0, min(p, m), max(0, m - p), m})

@@ -55,17 +55,19 @@ class FusedPattern:
 
         On one rank, on all, or by a slope that grows or falls along the ranks.
         """
-        p = len(self.warm)
-        shapes = [
-            tuple(1 for _ in range(p)),
-            tuple(range(p)),
-            tuple(p - d for d in range(p)),
-            *(tuple(int(r == d) for r in range(p)) for d in range(p)),
-        ]
         for field in _FIELDS:
-            for shape in shapes:
+            for shape in self._shapes():
                 for sign in (1, -1):
                     yield self._shifted(field, tuple(sign * v for v in shape), count)
+
+    def _shapes(self) -> Iterator[tuple[int, ...]]:
+        """Yield what one step adds on every rank."""
+        p = len(self.warm)
+        yield (1,) * p
+        yield tuple(range(p))
+        yield tuple(p - d for d in range(p))
+        for d in range(p):
+            yield tuple(int(r == d) for r in range(p))
 
     def _shifted(self, field: _Field, steps: tuple[int, ...], count: int) -> FusedPattern:
         """Return the pattern with the numbers of a field changed by ``steps``, rank by rank."""

@@ -32,9 +32,7 @@ def one_at_a_time(instance: Instance, *, fusing: bool = True) -> Codes:
         tuple(tuple(other for other, _ in row) for row in instance.forward_from),
         tuple(tuple(other for other, _ in row) for row in instance.backward_from),
     )
-    order = one.forwards_first()
-    if any(peak > room for peak, room in zip(one.peaks(order), instance.headroom, strict=True)):
-        order = one.fit(instance.headroom).order or order
+    order = one.fit(instance.headroom).order or one.forwards_first()
     rows: Codes = [[] for _ in instance.stages_of]
     for backward, s in order:
         wide = fusing and (
@@ -55,6 +53,8 @@ def try_classic(incumbent: Incumbent) -> None:
     long = 3 * instance.num_stages * instance.num_microbatches > _LONG
     for name, codes in classic.orders_for(incumbent.problem):
         if incumbent.offer(codes, f"classic {name}") and (long or incumbent.proved):
+            return
+        if incumbent.done:
             return
     if incumbent.codes is None:
         fusing = incumbent.fusing is not Fusing.NEVER

@@ -6,9 +6,10 @@ Everything is counted in tries, so that a seed decides the result; the time limi
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
-from zbcompile.planner.core.dispatch import Dispatcher
+from zbcompile.planner.core.dispatch import Dispatcher, dispatch_pays
 from zbcompile.planner.core.instance import Codes, Instance
 from zbcompile.planner.core.scorer import Scored, Scorer
 from zbcompile.planner.core.tables import unpack
@@ -19,11 +20,19 @@ from zbcompile.planner.starts.repeated_blocks import block_order
 __all__ = ["block_orders", "dispatched_orders", "offset_key_orders"]
 
 
-def block_orders(instance: Instance, scorer: Scorer, tries: int, rng: random.Random) -> list[Scored]:
-    """Return the two best orders of ``tries`` offset keys decoded as repeated blocks."""
+def block_orders(
+    instance: Instance,
+    scorer: Scorer,
+    tries: int,
+    rng: random.Random,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Scored]:
+    """Return the two best orders of ``tries`` offset keys decoded as repeated blocks, fewer if ``stop()``."""
     standard = standard_offset_keys(len(waves_of(instance)), instance.num_ranks)
     pool: list[tuple[int, int, OffsetKeys, Codes]] = []
     for k in range(tries):
+        if stop():
+            break
         if k < len(standard) or not pool:
             offset_keys = standard[k % len(standard)]
         else:
@@ -42,6 +51,7 @@ def dispatched_orders(
     tries: int,
     period: int,
     rng: random.Random,
+    stop: Callable[[], bool] = lambda: False,
 ) -> list[Scored]:
     """Return the two best orders decoded by keyed dispatch.
 
@@ -62,6 +72,8 @@ def dispatched_orders(
         Slots from one microbatch to the next.
     rng
         Decides the changes.
+    stop
+        Asked before every recipe whether to end early.
     """
     standard = [
         replace(offset_keys, period=period)
@@ -70,7 +82,7 @@ def dispatched_orders(
     pool: list[tuple[int, int, OffsetKeys, list[int], Codes]] = []
     gained = 0
     for k in range(tries):
-        if k - gained > tries // 3:
+        if k - gained > tries // 3 or stop():
             break
         more, first = divmod(k, len(standard))
         if more < 3 or not pool:
@@ -121,15 +133,21 @@ def offset_key_orders(
     list of Scored
         The best of each decoder and period.
     """
+
+    def over() -> bool:
+        return incumbent.seconds_left <= 0
+
     found: list[Scored] = []
     several = any(len(stages) > 1 for stages in incumbent.instance.stages_of)
-    if several and incumbent.seconds_left > 0:
-        found = block_orders(incumbent.instance, scorer, blocks, rng)
+    if several and not over():
+        found = block_orders(incumbent.instance, scorer, blocks, rng, over)
+    if not dispatch_pays(incumbent.instance):
+        return found
     dispatcher = Dispatcher(incumbent.instance)
     slots = 3 * -(-incumbent.instance.num_stages // incumbent.instance.num_ranks)
     periods = (slots, slots + 2, slots + 3, slots + 2, slots + 3, slots) if several else (slots, 2 * slots)
     for period in periods:
         own = random.Random(rng.random())
-        if incumbent.seconds_left > 0:
-            found += dispatched_orders(incumbent.instance, scorer, dispatcher, dispatches, period, own)
+        if not over():
+            found += dispatched_orders(incumbent.instance, scorer, dispatcher, dispatches, period, own, over)
     return found

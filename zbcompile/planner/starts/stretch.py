@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from zbcompile.planner.core.dispatch import Dispatcher
@@ -17,7 +18,13 @@ def short_instance(instance: Instance, count: int) -> Instance:
     return replace(instance, num_microbatches=count)
 
 
-def stretch(instance: Instance, codes: Codes, count: int, scorer: Scorer) -> list[Codes]:
+def stretch(
+    instance: Instance,
+    codes: Codes,
+    count: int,
+    scorer: Scorer,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Codes]:
     """Return orders for many microbatches made from an order for few, best first.
 
     Microbatches c .. c + q - 1 of the middle are repeated: their start times, moved on by the time that q
@@ -34,6 +41,8 @@ def stretch(instance: Instance, codes: Codes, count: int, scorer: Scorer) -> lis
         Microbatches of that order.
     scorer
         Scorer of ``instance``.
+    stop
+        Asked before every block to repeat whether to end early.
 
     Returns
     -------
@@ -51,7 +60,7 @@ def stretch(instance: Instance, codes: Codes, count: int, scorer: Scorer) -> lis
         if extra % q:
             continue
         for c in {count // 3, (count - q) // 2, count // 2 - q // 2 - 1}:
-            if not 0 < c < count - q:
+            if not 0 < c < count - q or stop():
                 continue
             times = _times(short, starts, c, q, extra)
             for decoded in (_sorted_by(instance, times), _dispatched(instance, dispatcher, times)):
