@@ -4,12 +4,15 @@
 #   make test PYTHON=python3   with another interpreter (3.11 or newer)
 #   make test JOBS=4           test processes
 #   make kill KILL_POINTS=1 KILL_SEED=7   one kill point again (without: 100, from seed 0)
+#   make fuzz N=10000          random command lines, files and shells; FIRST=123 N=1 runs one seed
 #   make test-compatible       the bitwise tests of the passes under another instruction set
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= 2.13.0
 JOBS ?= 2
 PYTEST_ARGS ?=
+N ?= 500
+FIRST ?= 0
 KILL_POINTS ?= 100
 KILL_SEED ?= 0
 
@@ -23,7 +26,7 @@ READY := $(VENV)/.ready-$(TORCH)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-compatible lint models kill install wheel clean
+.PHONY: demo test test-compatible lint models kill fuzz install wheel clean
 
 install: $(READY)
 
@@ -55,6 +58,9 @@ models: $(READY)
 
 kill: $(READY)
 	KILL_POINTS=$(KILL_POINTS) KILL_SEED=$(KILL_SEED) $(BIN)/python -m pytest -n 0 tests/runtime/test_kill.py $(PYTEST_ARGS)
+
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz --first $(FIRST) --count $(N)
 
 wheel: $(READY)
 	$(BIN)/python -m build --no-isolation --outdir dist
