@@ -1,13 +1,16 @@
-# make demo | make test | make lint | make models | make clean
+# make demo | make test | make lint | make models | make fuzz | make clean
 # Everything runs in a virtual environment made here from constraints.txt.
 #   make test TORCH=2.14.1     the same with another torch, in its own environment
 #   make test PYTHON=python3   with another interpreter (3.11 or newer)
 #   make test JOBS=4           test processes
+#   make fuzz N=10000          random command lines, files and shells; FIRST=123 N=1 runs one seed
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= 2.13.0
 JOBS ?= 2
 PYTEST_ARGS ?=
+N ?= 500
+FIRST ?= 0
 
 VENV := $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-$(TORCH))
 BIN := $(VENV)/bin
@@ -16,7 +19,7 @@ READY := $(VENV)/.ready-$(TORCH)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test lint models install wheel clean
+.PHONY: demo test lint models fuzz install wheel clean
 
 install: $(READY)
 
@@ -42,6 +45,9 @@ lint: $(READY)
 
 models: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) tests/pipeline/test_models.py -vv $(PYTEST_ARGS)
+
+fuzz: $(READY)
+	$(BIN)/python -m tests.fuzz --first $(FIRST) --count $(N)
 
 wheel: $(READY)
 	$(BIN)/python -m build --no-isolation --outdir dist
