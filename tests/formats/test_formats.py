@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
-from pathlib import Path
 from random import Random
 
 import jsonschema
@@ -16,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.places import EXAMPLES
 from tests.support.strategies import greedy_order, problems
 from zbcompile.errors import FormatError, UsageError
-from zbcompile.formats import chrome_trace, files, measured_json, profile_json, schedule_json
+from zbcompile.formats import chrome_trace, measured_json, profile_json, schedule_json
 from zbcompile.formats.fields import format_json, parse_json
 from zbcompile.formats.measured_json import Measured
 from zbcompile.formats.profile_json import ProfileFile
@@ -245,46 +242,38 @@ def test_the_least_a_profile_may_say() -> None:
     assert file.problem(placement=Placement.linear(4), caps=[7]).caps == (7,) * 4
 
 
-def test_files_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "a.json"
-    files.write_text(target, "one\n")
-    target.chmod(0o640)
-    files.write_text(target, "two\n")
-    assert target.read_text() == "two\n"
-    assert stat.S_IMODE(target.stat().st_mode) == 0o640
-
-    def broken(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", broken)
-    with pytest.raises(UsageError, match="No space left"):
-        files.write_text(target, "three\n")
-    assert target.read_text() == "two\n"
-    assert os.listdir(tmp_path) == ["a.json"]
-
-
-def test_writing_keeps_links_and_reaches_pipes(tmp_path: Path) -> None:
-    real, link = tmp_path / "real", tmp_path / "link"
-    real.write_text("old")
-    link.symlink_to(real)
-    files.write_text(link, "new")
-    assert link.is_symlink()
-    assert real.read_text() == "new"
-    files.write_text("/dev/null", "nothing")
-    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+def test_a_file_carries_the_variants_that_were_offered() -> None:
+    """The profile as it was offered, and which variant runs; an old file has the chosen ones alone."""
+    lean = StageCost(3, 4, 2, 6, 1, 1, name="recompute")
+    stages = (StageCost(3, 3, 2, 5, 4, 2, 7, "a", (lean, lean)), StageCost(3, 3, 2, 5, 4, 2, 7, "b"))
+    offered = Profile(stages, link=Link(1))
+    problem = Problem.of(offered.choose((2, 0)), num_microbatches=2)
+    schedule = greedy_order(problem, Random(1))
+    value = simulate(schedule, problem).value_ns
+    certificate = Certificate("span", value, 0, "variants")
+    solution = Solution(problem, schedule, certificate, (2, 0), "search", offered)
+    text = schedule_json.dumps(solution)
+    assert json.loads(text)["profile"].items() <= json.loads(profile_json.dumps(offered)).items()
+    assert schedule_json.loads(text).solution() == solution
+    assert schedule_json.dumps(schedule_json.loads(text)) == text
+    VALIDATORS["schedule"].validate(json.loads(text))
+    old = Solution(problem, schedule, certificate, (2, 0), "search")
+    assert schedule_json.loads(schedule_json.dumps(old)).solution() == old
+    document = json.loads(text)
+    del document["variants"]
+    assert schedule_json.loads(json.dumps(document)).problem == problem.with_(profile=offered.choose((0, 0)))
+    document["variants"] = [3, 0]
+    with pytest.raises(FormatError, match="stage 0 has no variant 3"):
+        schedule_json.loads(json.dumps(document))
+    with pytest.raises(UsageError, match="not what its variants choose"):
+        schedule_json.dumps(Solution(problem, schedule, certificate, (0, 0), "search", offered))
 
 
-def test_places_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="No such file") as caught:
-        files.read_text(tmp_path / "absent.json")
-    assert "absent.json" in str(caught.value)
-    with pytest.raises(FormatError, match="directory"):
-        files.read_text(tmp_path)
-    (tmp_path / "long").write_text("x" * 101)
-    (tmp_path / "bytes").write_bytes(b"{}\xff")
-    with pytest.raises(FormatError, match="too large"):
-        files.read_text(tmp_path / "long", limit_bytes=100)
-    with pytest.raises(FormatError, match="byte 2 is 0xff"):
-        files.read_text(tmp_path / "bytes")
-    with pytest.raises(UsageError, match="No such file"):
-        files.write_text(tmp_path / "absent" / "x.json", "")
+def test_text_for_people_is_written_as_it_can_be_read() -> None:
+    """Modules may have any name: two lines, control characters, a thousand characters."""
+    stage = StageCost(1, 1, 1, 2, 1, 1, name="layer\n\x1b[2J" + "x" * 2000)
+    text = profile_json.dumps(Profile((stage,), source="one\ntwo"))
+    back = profile_json.loads(text).profile
+    assert back.source == "one two"
+    assert back.stages[0].name.startswith("layer \\x1b[2Jxxx")
+    assert len(back.stages[0].name) == 1000

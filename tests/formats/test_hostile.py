@@ -15,6 +15,12 @@ from hypothesis import strategies as st
 from tests.support.places import GOLDEN
 from zbcompile.errors import FormatError
 from zbcompile.formats import measured_json, profile_json, schedule_json, torch_csv
+from zbcompile.formats.detect import load_schedule
+from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
+from zbcompile.schedule.ir import Action, Kind, Schedule
+from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import simulate
+from zbcompile.schedule.solution import Certificate, Solution
 
 READERS: dict[str, Callable[[str], object]] = {
     "schedule": schedule_json.loads,
@@ -177,6 +183,13 @@ def test_wrong_schedules_are_refused_with_the_reason(case: str) -> None:
         schedule_json.loads(change("schedule", edit))
 
 
+WAY = {
+    "forward_ns": 1,
+    "backward_input_ns": 1,
+    "backward_weight_ns": 1,
+    "saved_bytes": 1,
+    "saved_for_weight_bytes": 1,
+}
 WRONG_PROFILES: dict[str, tuple[Callable[[Any], None], str]] = {
     "no stage": (lambda v: v.update(stages=[]), "at least one stage"),
     "negative time": (lambda v: v["stages"][0].update(forward_ns=-1), "out of range"),
@@ -199,8 +212,25 @@ WRONG_PROFILES: dict[str, tuple[Callable[[Any], None], str]] = {
     "placement": (lambda v: v.update(placement="v:3"), "does not fit 2 stages"),
     "placement of code": (lambda v: v.update(placement="v:__import__"), "does not fit"),
     "sum of times": (
-        lambda v: (v["stages"][0].update(forward_ns=2**53 - 1), v.update(microbatches=1 << 18)),
-        "too large to add up",
+        lambda v: (v["stages"][0].update(forward_ns=2**53 - 1), v.update(microbatches=64)),
+        "times are too large to add up",
+    ),
+    "sum of travel times": (lambda v: v.update(link={"latency_ns": 2**53 - 1}), "times are too large"),
+    "slow link": (
+        lambda v: v.update(
+            links=[{"source_rank": 0, "target_rank": 1, "bytes_per_second": 1}],
+            edges=[{"source": 0, "target": 1, "forward_bytes": 2**53 - 1}],
+        ),
+        "times are too large",
+    ),
+    "sum of host time": (lambda v: v.update(overhead_ns=2**53 - 1), "times are too large"),
+    "sum of a variant": (
+        lambda v: v["stages"][0].update(variants=[{**WAY, "full_backward_ns": 2**53 - 1}]),
+        "times are too large",
+    ),
+    "sum of bytes": (
+        lambda v: (v["stages"][0].update(saved_bytes=2**53 - 1), v.update(microbatches=1 << 10)),
+        "bytes are too large to add up",
     ),
     "step of too many actions": (lambda v: v.update(microbatches=1 << 20), "stages times microbatches"),
 }
@@ -235,6 +265,73 @@ def test_counts_are_bounded_before_anything_is_allocated() -> None:
         tracemalloc.stop()
 
 
+def test_lines_are_bounded_before_they_are_kept() -> None:
+    """64 MiB of empty lines would be four gigabytes of empty ranks."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError, match="too many lines"):
+            torch_csv.loads("0F0\n" + "\n" * 1_000_000)
+        assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@given(st.lists(st.integers(0, 2**53 - 1), min_size=9, max_size=9), st.integers(1, 8))
+def test_what_a_profile_may_say_can_be_written_and_read_again(numbers: list[int], count: int) -> None:
+    """The longest order of a profile that is taken, one action after the other, fits into a file."""
+    latency, rate, overhead, *times = numbers
+    stages = tuple(StageCost(*times[:4], *times[4:6]) for _ in range(2))
+    size = times[0] % 10**6
+    profile = Profile(stages, (Edge(0, 1, size, size),), Link(latency, rate), overhead_ns=overhead)
+    try:
+        profile_json.check_amount(profile, count, "profile")
+    except FormatError:
+        return
+    problem = Problem.of(profile, num_microbatches=count)
+    rows: list[list[Action]] = [[], []]
+    for i in range(count):
+        rows[0] += [Action(Kind.FORWARD, 0, i), Action(Kind.BACKWARD_INPUT, 0, i)]
+        rows[1] += [Action(Kind.FORWARD, 1, i), Action(Kind.BACKWARD_INPUT, 1, i)]
+        for stage in (0, 1):
+            rows[stage].append(Action(Kind.BACKWARD_WEIGHT, stage, i))
+    schedule = Schedule.of(problem.placement, count, rows)
+    value = simulate(schedule, problem).value_ns
+    solution = Solution(problem, schedule, Certificate("span", value, value, "work"))
+    assert schedule_json.loads(schedule_json.dumps(solution)).solution() == solution
+
+
+WRONG_TEXT = {
+    "placement 0\nmicrobatches 1\nrank 0: 5F0 0BW0\n": "5F0 names a stage or microbatch that is not there",
+    "placement 0\nmicrobatches 1\nrank 0: 0F1 0BW0\n": "0F1 names a stage or microbatch",
+    "placement 0 1\nmicrobatches 1\nrank 0: 0F0 0SF0>7\nrank 1: 1F0\n": "0SF0>7 names a stage",
+    "placement 0 1\nmicrobatches 1\nrank 0: 0F0 0BW0\n": "one row of actions per rank",
+    "placement 0\nmicrobatches 1\nrank 0: 0F0\nrank 1: 0BW0\n": "one row of actions per rank",
+    "placement 0 2\nmicrobatches 1\nrank 0: 0F0\nrank 1: 1F0\n": "without a hole",
+    "placement -1\nmicrobatches 1\nrank 0: 0F0\n": "'-1' is not a number",
+    "placement \u0660\nmicrobatches 1\nrank 0: 0F0\n": "is not a number",
+    "placement 0\nmicrobatches 0\nrank 0:\n": "number of microbatches",
+    "placement 0\nmicrobatches 9999999\nrank 0: 0F0\n": "number of microbatches",
+    "placement 0\nmicrobatches 1_0\nrank 0: 0F0\n": "'1_0' is not a number",
+    "placement 0\nmicrobatches " + "9" * 5000 + "\nrank 0: 0F0\n": "is not a number",
+    "placement 0\nmicrobatches 1 1\nrank 0: 0F0\n": "broken schedule text",
+    "placement 0\nmicrobatches 1\nrank \u0660: 0F0\n": "expected 'rank 0:'",
+    "placement 0\nmicrobatches 1\nrank 0: \u0660F0\n": "is not an action",
+    "placement 0\nmicrobatches 1\n\x1b[2J\x07: 0F0\n": "expected 'rank 0:'",
+    "placement 0\nmicrobatches 1\nrank 0: \x1b[2J\n": "is not an action",
+    "placement \x1b[2J\nmicrobatches 1\nrank 0: 0F0\n": "is not a number",
+    "placement 0\n\x9b31m 1\nrank 0: 0F0\n": "expected 'microbatches'",
+    "placement " + "0 " * 5000 + "\nmicrobatches 1\nrank 0: 0F0\n": "too many stages",
+}
+
+
+@pytest.mark.parametrize("text", WRONG_TEXT, ids=range(len(WRONG_TEXT)))
+def test_wrong_text_is_refused_with_its_file(text: str) -> None:
+    with pytest.raises(FormatError, match=WRONG_TEXT[text]) as caught:
+        load_schedule(text, "order.txt")
+    assert "order.txt" in str(caught.value)
+    assert all(line.isprintable() for line in str(caught.value).splitlines())
+
+
 WRONG_CSV = {
     "": "no action",
     "\n\n": "no action",
@@ -248,6 +345,9 @@ WRONG_CSV = {
     "0F0\n2F0\n": "stage 1 has no action",
     "0F0\n\n1F0\n": "without a hole",
     "0RECV_F0,0F0\n": "speaks to stage -1",
+    "0F0,0SEND_F0\n": "0SF0>1 names a stage or microbatch that is not there",
+    "(\x1b[2J)OVERLAP_F_B\n": "joins two actions",
+    "0F0\x07\n": "is not an action",
     "(0F0)OVERLAP_F_B\n": "joins two actions",
     "(0F0;0I0;0W0)OVERLAP_F_B\n": "joins two actions",
     "((0F0;0I0)OVERLAP_F_B;0W0)OVERLAP_F_B\n": "is not an action",
