@@ -50,7 +50,13 @@ class CommSchedule:
     one_communicator: bool = False
 
 
-def insert_comm(schedule: Schedule, problem: Problem, *, one_communicator: bool = False) -> CommSchedule:
+def insert_comm(
+    schedule: Schedule,
+    problem: Problem,
+    *,
+    one_communicator: bool = False,
+    compute_ns: int | None = None,
+) -> CommSchedule:
     """Put sends and receives into a compute order.
 
     The transports ``rendezvous`` and ``batched`` bound what is on its way by themselves.
@@ -61,6 +67,9 @@ def insert_comm(schedule: Schedule, problem: Problem, *, one_communicator: bool 
         The order and what it is for.
     one_communicator
         Whether the library is given a single communicator: all messages then have one global order.
+    compute_ns
+        The value of the compute order, if it is known: messages that leave as soon as they can. No buffers
+        make it shorter, so a pair with that value is taken without a look at unbounded buffers.
 
     Raises
     ------
@@ -73,16 +82,24 @@ def insert_comm(schedule: Schedule, problem: Problem, *, one_communicator: bool 
     if problem.transport != "async":
         placed = insert_communication(schedule, problem)
         return CommSchedule(placed, None, _unbounded_value(placed, problem))
-    many = max(1, len(problem.profile.edges) * problem.num_microbatches)
-    unbounded = insert_communication(schedule, problem, many)
-    least = _unbounded_value(unbounded, problem)
+    unbounded: CommSchedule | None = None
     for depth, tried in _SLOTS_TRIED.items():
         placed = insert_communication(schedule, problem, depth)
         for slots in tried:
             value = _value(placed, problem, slots)
-            if value is not None and value <= least:
+            if value is not None and value == compute_ns:
                 return CommSchedule(placed, slots, value)
-    return CommSchedule(unbounded, None, least)
+            unbounded = unbounded or _unbounded(schedule, problem)
+            if value is not None and value <= unbounded.value_ns:
+                return CommSchedule(placed, slots, value)
+    return unbounded or _unbounded(schedule, problem)
+
+
+def _unbounded(schedule: Schedule, problem: Problem) -> CommSchedule:
+    """Put in the communication with all receives posted at the start and any number of send slots."""
+    many = max(1, len(problem.profile.edges) * problem.num_microbatches)
+    placed = insert_communication(schedule, problem, many)
+    return CommSchedule(placed, None, _unbounded_value(placed, problem))
 
 
 def keep_comm(schedule: Schedule, problem: Problem) -> CommSchedule:

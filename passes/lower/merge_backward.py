@@ -7,10 +7,14 @@ in which no further group of merges tried was free. No torch is loaded.
 A fused backward saves what the profile says (one collective, one gather, one launch), but hands its gradient
 on only when it ends. So where a neighbour waits for the gradient, splitting stays better (arXiv 2401.10241,
 section 4).
+
+Every group of merges is judged as a whole order, so judgements are counted: their number times the actions of
+the order stays below `MOST_JUDGED`. Where that could cut the search short, large groups come first.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from zbcompile.schedule.check import judge
@@ -18,7 +22,10 @@ from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate, timeline_of
 
-__all__ = ["merge_backward"]
+__all__ = ["MOST_JUDGED", "merge_backward", "merge_backward_timed"]
+
+MOST_JUDGED = 1_000_000
+"""Most actions that are judged in all, every judgement of an order counting all of its actions."""
 
 _WORK = 1 << 18
 """Tries times actions that merging may cost: about three seconds."""
@@ -30,19 +37,37 @@ Pair = tuple[int, int]
 def merge_backward(schedule: Schedule, problem: Problem) -> Schedule:
     """Return the order with as many pairs merged as are free.
 
-    Pairs are tried by halving: all at once, else each half by itself, down to one pair; in long orders, where
-    each try takes longer, down to groups of which `_WORK` allows a try for each.
+    Pairs are tried by halving: all at once, else each half by itself.
     """
+    return merge_backward_timed(schedule, problem)[0]
+
+
+def merge_backward_timed(schedule: Schedule, problem: Problem) -> tuple[Schedule, int]:
+    """Return the order with as many pairs merged as are free, and its value in ns."""
     pairs = [
         (rank, k)
         for rank, row in enumerate(schedule.order)
         for k in range(len(row) - 1)
         if _is_pair(row[k], row[k + 1]) and not _takes_longer(row[k], problem)
     ]
-    limit = simulate(schedule, problem).value_ns
-    actions = sum(map(len, schedule.order))
-    least = max(1, 2 * len(pairs) * actions // _WORK)
-    return _merged(schedule, _free(schedule, problem, pairs, [], limit, least))
+    value = limit = simulate(schedule, problem).value_ns
+    left = MOST_JUDGED // max(1, sum(map(len, schedule.order)))
+    depth_first = 2 * len(pairs) - 1 <= left
+    groups, taken, best = deque([pairs] if pairs else []), list[Pair](), schedule
+    while groups and left > 0:
+        group, left = groups.popleft(), left - 1
+        merged = _merged(schedule, [*taken, *group])
+        _, graph = judge(merged, problem)
+        length = None if graph is None else timeline_of(graph).value_ns
+        if length is not None and length <= limit:
+            taken, best, value = [*taken, *group], merged, length
+        elif len(group) > 1:
+            half = len(group) // 2
+            if depth_first:
+                groups.extendleft((group[half:], group[:half]))
+            else:
+                groups.extend((group[:half], group[half:]))
+    return best, value
 
 
 def _is_pair(first: Action, second: Action) -> bool:
@@ -57,26 +82,6 @@ def _takes_longer(action: Action, problem: Problem) -> bool:
     """Return whether BW of the action's stage takes longer than B and W."""
     cost = problem.profile.stages[action.stage]
     return cost.full_backward_ns > cost.backward_input_ns + cost.backward_weight_ns
-
-
-def _free(
-    schedule: Schedule, problem: Problem, pairs: Sequence[Pair], taken: list[Pair], limit: int, least: int
-) -> list[Pair]:
-    """Return ``taken`` and those of ``pairs`` that can be merged as well within ``limit`` ns.
-
-    Groups of ``least`` pairs or fewer are not halved.
-    """
-    if not pairs:
-        return taken
-    merged = _merged(schedule, [*taken, *pairs])
-    _, graph = judge(merged, problem)
-    if graph is not None and timeline_of(graph).value_ns <= limit:
-        return [*taken, *pairs]
-    if len(pairs) <= least:
-        return taken
-    half = len(pairs) // 2
-    taken = _free(schedule, problem, pairs[:half], taken, limit, least)
-    return _free(schedule, problem, pairs[half:], taken, limit, least)
 
 
 def _merged(schedule: Schedule, pairs: Sequence[Pair]) -> Schedule:

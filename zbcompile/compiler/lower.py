@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.passes.lower.codegen import emit
 from zbcompile.passes.lower.insert_comm import CommSchedule, insert_comm, keep_comm
-from zbcompile.passes.lower.merge_backward import merge_backward
+from zbcompile.passes.lower.merge_backward import merge_backward_timed
 from zbcompile.schedule.check import checked_times
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.problem import Problem
@@ -110,10 +110,11 @@ def lower_order(
     if schedule.has_communication:
         comm = keep_comm(schedule, problem)
     else:
+        compute_ns = None
         if merge:
-            schedule = merge_backward(schedule, problem)
+            schedule, compute_ns = merge_backward_timed(schedule, problem)
             observer("merge_backward", schedule)
-        comm = insert_comm(schedule, problem, one_communicator=one_communicator)
+        comm = insert_comm(schedule, problem, one_communicator=one_communicator, compute_ns=compute_ns)
     observer("insert_comm", comm.schedule)
     return comm
 

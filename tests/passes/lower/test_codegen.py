@@ -13,12 +13,15 @@ from hypothesis import strategies as st
 
 from tests.support.strategies import greedy_order, problems
 from zbcompile.errors import CheckError, UsageError
+from zbcompile.passes.lower import merge_backward as merge_module
 from zbcompile.passes.lower.codegen import emit
 from zbcompile.passes.lower.fold import Loop, fold
 from zbcompile.passes.lower.insert_comm import insert_comm
 from zbcompile.passes.lower.merge_backward import merge_backward
+from zbcompile.planner.core.instance import Fusing, shaped, to_schedule
+from zbcompile.planner.starts.classic import one_f_one_b
 from zbcompile.runtime.program import Program
-from zbcompile.schedule.check import check
+from zbcompile.schedule.check import check, judge
 from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.event_graph import EventGraph
@@ -222,3 +225,33 @@ def test_a_backward_nobody_waits_for_is_merged_and_one_that_is_waited_for_is_not
     problem = Problem.of(Profile.uniform(StageCost.simple(10, 10, 10), 2)).with_(objective="makespan")
     assert str(merge_backward(schedule, problem).order[0][-1]) == "0BW0"
     assert str(merge_backward(schedule, problem).order[1][-1]) == "1W0"
+
+
+def test_judgements_of_merges_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long orders are judged a few times only, large groups first; the order stays as short."""
+    problem = Problem.of(Profile.uniform(StageCost.simple(10, 9, 3), 6, 2), None, 12, 30)
+    schedule = to_schedule(shaped(one_f_one_b(6, 12), Fusing.NEVER), problem)
+    free = merge_backward(schedule, problem)
+    judged: list[Schedule] = []
+
+    def counted(order: Schedule, given: Problem) -> Any:
+        judged.append(order)
+        return judge(order, given)
+
+    monkeypatch.setattr(merge_module, "judge", counted)
+    assert merge_backward(schedule, problem) == free
+    assert len(judged) > 8
+    judged.clear()
+    actions = sum(map(len, schedule.order))
+    monkeypatch.setattr(merge_module, "MOST_JUDGED", 8 * actions)
+    merged, value = merge_module.merge_backward_timed(schedule, problem)
+    assert len(judged) <= 8
+    check(merged, problem)
+    assert value == simulate(merged, problem).value_ns <= simulate(schedule, problem).value_ns
+
+
+@given(problems(), st.randoms(use_true_random=False))
+def test_a_known_value_saves_work_and_changes_nothing(problem: Problem, random: Any) -> None:
+    schedule = greedy_order(problem, random)
+    value = simulate(schedule, problem).value_ns
+    assert insert_comm(schedule, problem, compute_ns=value) == insert_comm(schedule, problem)
