@@ -22,8 +22,9 @@ _BREAK_TAG, _TRIPWIRE_TAG = 1_000_001, 1_000_002
 def break_connections(group: ProcessGroup) -> None:
     """Close all connections of a gloo group: every wait on it ends with an error, here and at its peers.
 
-    gloo closes them when a wait on the group lasts too long, so one is begun that lasts too long at once. It is
-    begun with every peer: a wait that ends because just this peer has closed leaves the others' connections.
+    gloo closes them when a wait on the group lasts too long, so one is begun that lasts too long at once. It
+    is begun with every peer: a wait that ends because just this peer has closed leaves the others'
+    connections.
     """
     for peer in range(group.size()):
         if peer == group.rank():
