@@ -1,12 +1,8 @@
 """Patch torch while a model is traced: every context that changes how torch behaves, and puts it back.
 
 Capture uses `as_in_eager`, `compiled_code_as_eager`, `distributions_unchecked`,
-<<<<<<< HEAD
 `grouped_products_of_any_dtype`, `quiet` and `without_tensor_hooks`; the joint trace uses
 `joint_trace_patched`.
-=======
-`grouped_products_of_any_dtype`, `quiet` and `without_tensor_hooks`; the joint trace `joint_trace_patched`.
->>>>>>> 730c970 (Names of compiled code as the user wrote them; types)
 """
 
 from __future__ import annotations
