@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,10 +55,13 @@ def breaks():
 
 
 @pytest.fixture
-def module(tmp_path: Path) -> Path:
+def module(tmp_path: Path) -> Iterator[Path]:
+    """A file of models; each test imports its own, which no later test finds under the same name."""
     path = tmp_path / "own_models.py"
     path.write_text(FACTORY)
-    return path
+    yield path
+    for name in [name for name in sys.modules if name.startswith("own_models")]:
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize(
