@@ -436,8 +436,14 @@ def test_zero_bubble_9_three_layers_over_two_stages() -> None:
 def test_a_broken_order_is_refused_naming_the_action(first: str, second: str, named: str) -> None:
     text = f"placement 0 1\nmicrobatches 2\nrank 0: {first}\nrank 1: {second}"
     with pytest.raises((CheckError, UsageError)) as caught:
-        schedule = Schedule.parse(text)
-        compiled(Calls(two_layers), Batch((batch_of(SIZE),)), 2, 2, loss_fn=mean_square, schedule=schedule)
+        compiled(
+            Calls(two_layers),
+            Batch((batch_of(SIZE),)),
+            2,
+            2,
+            loss_fn=mean_square,
+            schedule=Schedule.parse(text),
+        )
     assert re.search(named, str(caught.value))
 
 
