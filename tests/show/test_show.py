@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import re
 import xml.etree.ElementTree as ElementTree
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.style import Style
 
 from tests.support.strategies import greedy_order, problems
 from zbcompile.formats.measured_json import Measured
@@ -64,6 +66,8 @@ def drawn(
     ascii_only: bool = False,
 ) -> str:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii" if ascii_only else "utf-8")
+    for style in [thing for thing in gc.get_objects() if type(thing) is Style]:
+        style._ansi = None  # rich keeps the codes of the first console that a style was drawn on
     console = Console(
         file=stream,
         width=width,
