@@ -14,7 +14,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from zbcompile.cli.inputs import parse_caps, parse_placement, parse_time
+from zbcompile.cli.inputs import check_plannable, parse_caps, parse_placement, parse_time
 from zbcompile.cli.main import COMMANDS, build_parser, main
 from zbcompile.errors import UsageError
 from zbcompile.formats import measured_json, profile_json, schedule_json, torch_csv
@@ -24,7 +24,7 @@ from zbcompile.formats.schemas import SCHEMAS
 from zbcompile.planner.core.instance import to_schedule
 from zbcompile.planner.starts.classic import zb_h1
 from zbcompile.schedule.costs import Profile, StageCost
-from zbcompile.schedule.ir import Placement, Schedule
+from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
 from zbcompile.schedule.solution import Certificate
@@ -583,3 +583,190 @@ def test_an_interrupt_while_a_package_is_loaded(
         return
     with pytest.raises(ImportError):
         main(["schema", "profile"])
+
+
+def test_a_converted_order_keeps_a_certificate_only_of_its_own_value(
+    capsys, schedule_path: Path, tmp_path: Path
+) -> None:
+    """The bound holds for every order; the value follows the sends and receives that were put in."""
+    out = tmp_path / "out.json"
+    for communication in ("--communication", "--no-communication"):
+        words = ("convert", schedule_path, "--to", "schedule", communication, "-o", out)
+        assert run(capsys, *words) == (0, "", "")
+        file = schedule_json.loads(out.read_text())
+        assert file.certificate is not None
+        assert file.certificate.value_ns == simulate(file.schedule, file.problem).value_ns
+        assert run(capsys, "check", out)[0] == 0
+    document = json.loads(schedule_path.read_text())
+    document["certificate"]["value_ns"] += 5
+    schedule_path.write_text(json.dumps(document))
+    code, _, err = run(capsys, "convert", schedule_path, "--to", "schedule", "-o", out)
+    assert (code, err) == (0, "note: the certificate is of another order: left out\n")
+    assert schedule_json.loads(out.read_text()).certificate is None
+    assert run(capsys, "check", out)[0] == 0
+
+
+def test_the_variants_that_were_offered_are_in_the_file(capsys, tmp_path: Path) -> None:
+    lean = StageCost(4000, 4000, 2000, 6000, 10, 10, name="recompute")
+    stage = StageCost(3000, 3000, 2000, 5000, 100, 50, variants=(lean,))
+    offered = Profile((stage, stage))
+    path, out = tmp_path / "p.json", tmp_path / "out.json"
+    path.write_text(profile_json.dumps(ProfileFile(offered, num_microbatches=3)))
+    words = ("plan", path, "--cap", "40", "--time-limit", "3", "--quiet", "-o", out)
+    assert run(capsys, *words) == (0, "", "")
+    file = schedule_json.loads(out.read_text())
+    assert file.offered == offered
+    assert file.variants == (1, 1)
+    assert file.problem.profile == offered.choose((1, 1))
+    assert run(capsys, "check", out)[0] == 0
+    assert run(capsys, "check", out, "--profile", path, "--cap", "40")[0] == 0
+    again = tmp_path / "again.json"
+    assert run(capsys, "convert", out, "--to", "schedule", "-o", again)[0] == 0
+    assert again.read_bytes() == out.read_bytes()
+
+
+def test_problems_that_no_time_limit_could_hold_are_refused_at_once(capsys, tmp_path: Path) -> None:
+    stage = StageCost.simple(3, 3, 2)
+    for count, microbatches, fits in ((257, 2, False), (4096, 2, False), (64, 513, False), (64, 512, True)):
+        problem = Problem.of(Profile.uniform(stage, count), num_microbatches=microbatches)
+        if fits:
+            check_plannable(problem, "p.json")
+            continue
+        with pytest.raises(UsageError, match="too large to plan"):
+            check_plannable(problem, "p.json")
+        path = tmp_path / "p.json"
+        path.write_text(profile_json.dumps(ProfileFile(problem.profile, num_microbatches=microbatches)))
+        for command in ("plan", "compare"):
+            code, out, err = run(capsys, command, path)
+            assert (code, out) == (2, "")
+            assert "at most 256 stages, and 32768 stages times microbatches" in err
+    path = tmp_path / "s.json"
+    rows = [[Action(Kind.FORWARD, s, 0), Action(Kind.FULL_BACKWARD, s, 0)] for s in range(1000)]
+    wide = Problem.of(Profile.uniform(stage, 1000), num_microbatches=1)
+    order, certificate = Schedule.of(wide.placement, 1, rows), Certificate("span", 9, 1, "work", {"rank": 0})
+    path.write_text(schedule_json.dumps(ScheduleFile(order, wide, certificate)))
+    code, _, err = run(capsys, "check", path, "--certificate")
+    assert code == 2
+    assert "too large to plan" in err
+
+
+UNWRITABLE = [
+    ("plan", "-o"),
+    ("convert", "-o"),
+    ("show", "--svg"),
+    ("show", "--html"),
+    ("profile", "-o"),
+    ("rehearse", "--measured"),
+    ("rehearse", "--calibrated"),
+]
+
+
+@pytest.mark.parametrize(("command", "option"), UNWRITABLE)
+def test_every_output_is_checked_before_anything_is_read(
+    capsys, tmp_path: Path, command: str, option: str
+) -> None:
+    more = {"convert": ("--to", "csv"), "profile": ("--stages", "2")}
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "kept").chmod(0o400)
+    for place, why in (("absent/out", "No such file"), ("", "Is a directory"), ("kept", "read-only")):
+        words = (command, "absent.json", *more.get(command, ()), option, tmp_path / place)
+        code, out, err = run(capsys, *words)
+        assert (code, out) == (2, "")
+        assert why in err
+        assert "absent.json" not in err
+    assert os.listdir(tmp_path) == ["kept"]
+
+
+def test_two_results_at_one_place_and_one_pipe_for_two_files(
+    capsys, schedule_path: Path, tmp_path: Path
+) -> None:
+    for words in (
+        ("show", schedule_path, "--svg", tmp_path / "a", "--html", tmp_path / "a"),
+        ("show", schedule_path, "--svg", "-", "--json"),
+        ("rehearse", schedule_path, "--measured", tmp_path / "a", "--calibrated", tmp_path / "a"),
+        ("rehearse", schedule_path, "--measured", "-"),
+    ):
+        code, out, err = run(capsys, *words)
+        assert (code, out) == (2, "")
+        assert "two results go to the same place" in err
+    assert not (tmp_path / "a").exists()
+    for words in (("check", "-", "--profile", "-"), ("show", "-", "--measured", "-")):
+        code, _, err = run(capsys, *words)
+        assert code == 2
+        assert "only once" in err
+
+
+def test_show_writes_figures_and_pictures_together(capsys, schedule_path: Path, tmp_path: Path) -> None:
+    code, out, _ = run(capsys, "show", schedule_path, "--json", "--svg", tmp_path / "a.svg")
+    assert code == 0
+    assert json.loads(out)["ranks"] == 3
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+
+
+ESCAPED = {
+    "text": "placement 0\nmicrobatches 1\nrank 0: 0F0 \x1b[2J\x07\n",
+    "head of the text": "placement 0\nmicrobatches 1\n\x1b]0;x\x07\n",
+    "cell": "0F0,\x1b[2J\x07\n",
+    "pair": "(\x1b[2J)OVERLAP_F_B\n",
+    "key": '{"format": "zbcompile.schedule", "version": 1, "\x1b[2J": 1}',
+    "key, escaped": '{"format": "zbcompile.schedule", "version": 1, "\\u001b[2J": 1}',
+    "twice": '{"\\u001b[2J": 1, "\\u001b[2J": 1}',
+    "format": '{"format": "\\u001b[2J"}',
+    "kind": '{"format": "zbcompile.schedule", "version": 1, "placement": [0], "microbatches": 1,'
+    ' "order": [[["\\u001b[2J", 0, 0]]]}',
+}
+
+
+@pytest.mark.parametrize("case", ESCAPED)
+@pytest.mark.parametrize("command", ["show", "check", "convert"])
+def test_nothing_of_a_file_steers_the_terminal(capsys, tmp_path: Path, command: str, case: str) -> None:
+    path = tmp_path / "order \x1b[31m"
+    path.write_text(ESCAPED[case])
+    code, out, err = run(capsys, command, path, *(["--to", "text"] if command == "convert" else []))
+    assert code == 2
+    assert all(line.isprintable() for line in (out + err).splitlines())
+
+
+def test_names_in_a_profile_never_reach_the_terminal_raw(capsys, tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    for name in ("source", "name"):
+        document = json.loads(profile_json.dumps(Profile.uniform(StageCost.simple(3, 3, 2), 2)))
+        (document if name == "source" else document["stages"][0])[name] = "\x1b[2J"
+        path.write_text(json.dumps(document))
+        code, out, err = run(capsys, "plan", path)
+        assert (code, out) == (2, "")
+        assert "printable" in err
+        assert "\x1b" not in err
+
+
+def test_show_draws_an_action_on_a_foreign_rank_and_says_so(capsys, tmp_path: Path) -> None:
+    path = tmp_path / "order.txt"
+    path.write_text("placement 0 1\nmicrobatches 1\nrank 0: 0F0 1F0 1BW0\nrank 1: 0BW0\n")
+    code, out, err = run(capsys, "show", path, "--width", 60)
+    assert code == 0
+    assert "3 actions stand on another rank than their stage's" in err
+    assert "rank 1" in out
+
+
+def test_a_measured_timeline_from_a_pipe_becomes_a_trace(capsys, monkeypatch) -> None:
+    text = measured_json.dumps(measured_json.Measured.of([[(Action(Kind.FORWARD, 0, 0), 0, 5)]]))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    code, out, _ = run(capsys, "convert", "-", "--to", "chrome")
+    assert code == 0
+    assert any(event["ph"] == "X" for event in json.loads(out)["traceEvents"])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    code, _, err = run(capsys, "convert", "-", "--to", "chrome", "--cap", "1p")
+    assert code == 2
+    assert "takes no --cap" in err
+
+
+def test_an_interrupt_while_the_order_is_lowered_writes_it_as_it_is(
+    capsys, profile_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zbcompile.cli.plan.lower", interrupted)
+    out = tmp_path / "out.json"
+    assert run(capsys, "plan", profile_path, "--time-limit", "2", "--quiet", "-o", out)[0] == 130
+    assert run(capsys, "check", out)[0] == 0
