@@ -27,9 +27,6 @@ __all__ = ["MOST_JUDGED", "merge_backward", "merge_backward_timed"]
 MOST_JUDGED = 1_000_000
 """Most actions that are judged in all, every judgement of an order counting all of its actions."""
 
-_WORK = 1 << 18
-"""Tries times actions that merging may cost: about three seconds."""
-
 Pair = tuple[int, int]
 """Rank, and position of the B in its order; the W stands behind it."""
 
