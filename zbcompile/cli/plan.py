@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zbcompile.cli.inputs import load_problem
@@ -77,8 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
         solution = _found(problem, arguments, reporter)
     finally:
         reporter.close()
-    if solution.offered is None and problem.profile.offers_variants:
-        solution = replace(solution, offered=problem.profile)
     try:
         plan = lower(solution, merge=arguments.fuse != "never")
     except KeyboardInterrupt:
