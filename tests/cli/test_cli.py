@@ -746,6 +746,13 @@ def test_show_draws_an_action_on_a_foreign_rank_and_says_so(capsys, tmp_path: Pa
     assert code == 0
     assert "3 actions stand on another rank than their stage's" in err
     assert "rank 1" in out
+    profile = tmp_path / "p.json"
+    profile.write_text(profile_json.dumps(Profile.uniform(StageCost.simple(3, 3, 2), 2)))
+    for transport in ("rendezvous", "batched"):
+        words = ("show", path, "--profile", profile, "--transport", transport)
+        code, out, err = run(capsys, *words)
+        assert (code, out) == (1, "")
+        assert "1F0 stands on the wrong rank (rank 0, position 1)" in err
 
 
 def test_a_measured_timeline_from_a_pipe_becomes_a_trace(capsys, monkeypatch) -> None:

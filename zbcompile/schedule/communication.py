@@ -65,9 +65,10 @@ def insert_communication(schedule: Schedule, problem: Problem, depth: int = RECE
     Raises
     ------
     CheckError
-        An action that a message needs is missing.
+        An action that a message needs is missing, or stands on another rank than its stage.
     """
     schedule = schedule.compute_only()
+    _check_ranks(schedule, problem)
     positions = Positions(schedule)
     rank_of, batched = problem.placement.rank_of, problem.transport == "batched"
     sends: dict[int, list[Message]] = {}
@@ -99,6 +100,18 @@ def insert_communication(schedule: Schedule, problem: Problem, depth: int = RECE
     return Schedule.of(schedule.placement, schedule.num_microbatches, order)
 
 
+def _check_ranks(schedule: Schedule, problem: Problem) -> None:
+    """Refuse an action on another rank than its stage: its messages would go between other ranks."""
+    rank_of = problem.placement.rank_of
+    for rank, position, action in schedule.actions():
+        if rank_of[action.stage] != rank:
+            raise CheckError(
+                f"{action} stands on the wrong rank",
+                where=f"rank {rank}, position {position}",
+                fix=f"move it to rank {rank_of[action.stage]}",
+            )
+
+
 def _uses(problem: Problem, positions: Positions) -> Iterator[tuple[Message, int, int]]:
     """Yield every message with the numbers of the action that makes it and of the one that uses it."""
     rows: dict[tuple[bool, int], Mapping[int, int]] = {}
@@ -128,9 +141,11 @@ def insert_in_total_order(schedule: Schedule, problem: Problem) -> Schedule:
     Raises
     ------
     CheckError
-        An action that a message needs is missing, or the order deadlocks.
+        An action that a message needs is missing or stands on another rank than its stage, or the order
+        deadlocks.
     """
     schedule = schedule.compute_only()
+    _check_ranks(schedule, problem)
     many = max(1, len(problem.profile.edges) * problem.num_microbatches)
     messages = EventGraph(insert_communication(schedule, problem, many), problem).transfers()
     positions = Positions(schedule)
