@@ -55,6 +55,11 @@ def stand_still(rank: int, where: str) -> dict[str, Any]:
     if where != "build":
         pipeline.step(x, target=y)
         pipeline.synchronize()
+        # Rank 0 stands still when all others have left this meeting, not while they are in it.
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"left/{rank}", "1")
+        if rank == 0:
+            store.wait([f"left/{r}" for r in range(dist.get_world_size())])
     with failing(place, name, rank == 0, freeze):
         seen: Seen = attempt(
             lambda: pipeline.eval(x) if where == "evaluation" else pipeline.step(x, target=y)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import subprocess
 import time
@@ -20,6 +21,9 @@ from tests.support.ways_out import attempt, batch, make_pipeline
 from zbcompile.runtime.group import PipelineGroup
 
 RANKS, LIMIT_S = 4, 6.0
+
+HANGS_S = 75.0
+"""Seconds after which a process that has not ended prints where it stands."""
 
 SIGNALS = ("KILL", "TERM", "STOP", "INT")
 PHASES = {"build": 2.5, "first step": 0.15, "step": 0.05, "first eval": 0.8, "eval": 0.05, "close": 0.03}
@@ -90,6 +94,7 @@ def live(
 
     ``pipeline`` is what was compiled in the process that this one is a copy of; None: it compiles for itself.
     """
+    faulthandler.dump_traceback_later(HANGS_S)
     if point.rank_0_keeps_store:
         move_store(rank)
     x, y = batch()

@@ -11,6 +11,7 @@ import os
 import pickle
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ __all__ = ["Outcome", "spawn", "spawn_outcomes"]
 T = TypeVar("T")
 
 _LOOPBACK = "127.0.0.1"
+_STARTING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -122,19 +124,23 @@ def spawn_outcomes(
 ) -> list[Outcome]:
     """Do as `spawn` does, but return how every process ended and raise nothing."""
     context = _context(inherit)
-    store = _loopback_store()
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
-    start = time.monotonic()
-    for rank in range(num_processes):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(
-            target=_child, args=(sender, function, rank, num_processes, store.port, tuple(args)), daemon=True
-        )
-        process.start()
-        sender.close()
-        processes.append(process)
-        pipes.append(receiver)
+    # Another thread's half-made store or open pipe would be copied into these processes.
+    with _STARTING:
+        store = _loopback_store()
+        start = time.monotonic()
+        for rank in range(num_processes):
+            receiver, sender = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_child,
+                args=(sender, function, rank, num_processes, store.port, tuple(args)),
+                daemon=True,
+            )
+            process.start()
+            sender.close()
+            processes.append(process)
+            pipes.append(receiver)
     return _collect(processes, pipes, start, timeout_s)
 
 
