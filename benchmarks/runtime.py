@@ -253,7 +253,7 @@ def gpt_ours(rank: int, count: int) -> list[float]:
         split_points=["blocks.3"],
         time_limit=5.0,
     ) as pipeline:
-        return _timed_steps(lambda: pipeline.step(ids, target=ids, return_outputs=False))
+        return _timed_steps(lambda: pipeline.step(ids, target=ids))
 
 
 def gpt_torch(rank: int, count: int) -> list[float]:

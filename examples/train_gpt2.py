@@ -48,7 +48,7 @@ def main() -> None:
     for step in range(STEPS):
         losses: list[torch.Tensor] = []
         optimizer.zero_grad()
-        pipeline.step(**batch, losses=losses, return_outputs=False)
+        pipeline.step(**batch, losses=losses)
         optimizer.step()
         if losses:
             print(f"step {step}: loss {torch.stack(losses).mean():.4f}", flush=True)

@@ -250,7 +250,7 @@ class Pipeline(Sequence[Stage]):
         *args: Any,
         target: Any = None,
         losses: list[Tensor] | None = None,
-        return_outputs: bool = True,
+        return_outputs: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Run one training step on a whole batch: forward and backward of all microbatches.
@@ -265,7 +265,8 @@ class Pipeline(Sequence[Stage]):
         losses
             The loss of every microbatch is appended, on the process that computes it.
         return_outputs
-            Whether the result is wanted.
+            Whether the result is wanted. Its microbatches and then their join are kept to the end of the step,
+            beyond the memory that was planned.
 
         Returns
         -------

@@ -344,7 +344,7 @@ def test_nested_results(kind: str) -> None:
     make = RESULTS[kind]
     model, x = Calls(lambda m, x: make(m.first(x), m.second(torch.relu(m.first(x))))), batch_of(SIZE)
     pipeline = assert_right(model, x, loss=lambda out, _: leaf(out), exact=False)
-    found, parts = pipeline.step(x), [model(part) for part in x.chunk(3)]
+    found, parts = pipeline.step(x, return_outputs=True), [model(part) for part in x.chunk(3)]
     assert all(type(found) is type(part) for part in parts)
     if kind == "dataclass":
         found, parts = vars(found), [vars(part) for part in parts]

@@ -69,7 +69,7 @@ def test_gradients_losses_and_outputs_are_those_of_a_loop(stages: int, count: in
     other = copy.deepcopy(model)
     pipeline = compiled(model, stages, count)
     losses: list[Tensor] = []
-    output = pipeline.step(x_y[0], target=x_y[1], losses=losses)
+    output = pipeline.step(x_y[0], target=x_y[1], losses=losses, return_outputs=True)
     assert [float(v) for v in losses] == [float(v) for v in loop(other, *x_y, count)]
     assert_same_gradients(model, other)
     size = len(output) // count
@@ -81,8 +81,8 @@ def test_two_steps_without_zero_grad_add_up_and_unscaled_gradients_are_sums() ->
     model, (x, y) = mlp(), data()
     other = copy.deepcopy(model)
     pipeline = compiled(model, scale_grads=False)
-    pipeline.step(x, target=y, return_outputs=False)
-    pipeline.step(2 * x, target=y, return_outputs=False)
+    pipeline.step(x, target=y)
+    pipeline.step(2 * x, target=y)
     first = copy.deepcopy(other)
     loop(first, x, y, 4, scale=False)
     loop(other, 2 * x, y, 4, scale=False)

@@ -206,7 +206,7 @@ def test_model_returns_its_own_loss(form: str) -> None:
     ids = torch.randint(0, 11, (6, 5))
     model = OwnLoss(form)
     pipeline = assert_right(model, ids, microbatches=3, kwargs={"labels": ids.roll(1, 1)})
-    result = pipeline.step(ids, labels=ids.roll(1, 1))
+    result = pipeline.step(ids, labels=ids.roll(1, 1), return_outputs=True)
     if form != "scalar":
         found = result[1] if form == "tuple" else result["logits"]
         assert torch.equal(found, joined([model(part) for part in ids.chunk(3)]))

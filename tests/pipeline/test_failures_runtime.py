@@ -372,7 +372,7 @@ def test_outputs_live_no_longer_than_the_order_says(order: str, monkeypatch: pyt
         return outputs, saved
 
     monkeypatch.setattr(StageGraphs, "run_forward", watched)
-    pipeline.step(x, return_outputs=False)
+    assert pipeline.step(x) is None
     assert not any(ref() is not None for refs in alive.values() for ref in refs)
     peaks = _peaks(_executed(pipeline))
     for stage in range(stages - 1):

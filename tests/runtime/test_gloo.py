@@ -145,7 +145,7 @@ def test_results_come_back_on_the_last_rank_and_the_timeline_on_all() -> None:
     pipeline = zbcompile.compile(
         model, 4, loss_fn=loss_fn, num_microbatches=4, profile=even_profile(), time_limit=0.5
     )
-    output = pipeline.step(*call["args"], target=call["target"])
+    output = pipeline.step(*call["args"], target=call["target"], return_outputs=True)
     evaluated = pipeline.eval(*call["args"])
     for rank, (there, there_eval, measured) in enumerate(found):
         assert measured == found[0][2]

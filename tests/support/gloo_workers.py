@@ -322,7 +322,7 @@ def evaluated(rank: int) -> Any:
     with zbcompile.compile(
         model, 4, loss_fn=loss_fn, num_microbatches=4, profile=even_profile(), time_limit=0.5
     ) as pipeline:
-        output = pipeline.step(x, target=y)
+        output = pipeline.step(x, target=y, return_outputs=True)
         measured = pipeline.timeline()
         found = pipeline.eval(x)
         pipeline.synchronize()

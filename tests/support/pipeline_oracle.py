@@ -218,7 +218,7 @@ def assert_right(
         model.zero_grad()
         reference.zero_grad()
         losses: list[Tensor] = []
-        output = pipeline.step(*args, target=target, losses=losses, **batch.kwargs)
+        output = pipeline.step(*args, target=target, losses=losses, return_outputs=True, **batch.kwargs)
         parts = batch.cut(microbatches, options.get("whole", ()))
         outputs, wanted = autograd(reference, parts, loss, scale=scale, loss_scale=loss_scale)
         assert len(losses) == microbatches
