@@ -265,8 +265,8 @@ class Pipeline(Sequence[Stage]):
         losses
             The loss of every microbatch is appended, on the process that computes it.
         return_outputs
-            Whether the result is wanted. Its microbatches and then their join are kept to the end of the step,
-            beyond the memory that was planned.
+            Whether the result is wanted. The results of all microbatches, and then their join, are kept to
+            the end of the step beyond the memory that was planned.
 
         Returns
         -------

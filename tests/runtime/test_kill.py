@@ -22,6 +22,9 @@ from zbcompile.runtime.launch import Outcome, spawn_outcomes
 SLACK_S = 3.0
 """Seconds beyond the stall limit from the signal to the last error, times the processes that share a core."""
 
+WORK_S = {"build": 3.0, "first eval": 1.5}
+"""Seconds of work of their own that the others may have left at the signal, before they wait for its rank."""
+
 AT_ONCE = 2
 """Points that are tried at the same time."""
 
@@ -62,7 +65,7 @@ def tried(
     sent_at = float(sent.read_text()) if sent.exists() and sent.read_text().strip() else time.time()
     ends, faults, late = [], [], 0.0
     for outcome in outcomes:
-        if outcome.rank == point.rank and outcome.exit_code == ENDS.get(point.signal):
+        if outcome.rank == point.rank and point.signal in ENDS and outcome.exit_code == ENDS[point.signal]:
             ends.append("-")
             continue
         if outcome.exit_code != 0 or not isinstance(outcome.value, dict):
@@ -94,7 +97,8 @@ def wrong_with(point: KillPoint, outcome: Outcome, late: float) -> list[str]:
         if not (keeper and "the key-value store of the process group" in text):
             faults.append(f"does not name rank {point.rank}: {text}")
     crowd = os.getloadavg()[0] / (os.cpu_count() or 1)
-    if not own and late > LIMIT_S + SLACK_S * max(1.0, crowd):
+    slack = SLACK_S + WORK_S.get(point.phase, 0.0)
+    if not own and late > LIMIT_S + slack * max(1.0, crowd):
         faults.append(f"ended {late:.1f} s after the signal: {text}")
     if (
         seen["again"] is not None

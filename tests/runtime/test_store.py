@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.frozen import listeners, listening, stand_still
+from tests.support.frozen import listeners, listening, stand_still, start_without_store
 from tests.support.gloo_workers import one_f_one_b, sleeping_profile
 from tests.support.ways_out import LIMIT_S, RANKS
 from zbcompile.compiler.rehearsal import rehearse
@@ -35,6 +35,14 @@ def test_the_stall_limit_holds_when_the_keeper_of_the_store_stands_still(where: 
     assert records[0]["seen"].kind in ("PipelineError", "RuntimeError"), records[0]["seen"]
     for record in records[1:]:
         assert record["again"] is None or record["again"].text == seen[0].text
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_pipeline_that_begins_while_the_keeper_of_the_store_stands_still_is_refused_in_time() -> None:
+    seen, seconds = spawn(start_without_store, 2, timeout_s=60)[1]
+    assert seen.kind == "PipelineError"
+    assert "the key-value store of the process group does not answer" in seen.text
+    assert 1.0 <= seconds < 2.0
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs /proc")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.support.ways_out import LIMIT_S, Seen, attempt, batch, failing, make_pipeline
 from zbcompile.compiler import evaluation as evaluation_module
 from zbcompile.compiler import stages as stages_module
+from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.launch import _loopback_store
 from zbcompile.runtime.verbs import Rank
 
@@ -66,6 +67,31 @@ def stand_still(rank: int, where: str) -> dict[str, Any]:
         )
     again = attempt(lambda: pipeline.step(x, target=y)) if where != "build" else None
     return {"seen": seen, "again": again, "stopped_at": times[0]}
+
+
+def start_without_store(rank: int) -> tuple[Seen, float]:
+    """Have rank 0, which keeps the store, stand still for a moment in which rank 1 starts a pipeline's group.
+
+    Returns
+    -------
+    tuple
+        How that ended, and after how many seconds.
+    """
+    move_store(rank)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.set("pid", str(os.getpid()))
+        store.wait(["looks"])
+        subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return Seen("", "", time.monotonic()), 0.0
+    state = Path(f"/proc/{int(store.get('pid'))}/stat")
+    store.set("looks", "1")
+    while state.read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
+    begin = time.monotonic()
+    seen = attempt(lambda: PipelineGroup(None, 1.0))
+    return seen, seen.at - begin
 
 
 def listeners(pid: int) -> list[str]:

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Work
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store, Work
 
 from zbcompile.errors import PipelineError, UsageError
 from zbcompile.runtime import torch_private
@@ -24,7 +24,8 @@ from zbcompile.runtime.calls import DistributedCalls
 from zbcompile.runtime.connections import FOREVER, Tripwire, break_connections, leave_group
 from zbcompile.runtime.doing import ANY_RANK
 from zbcompile.runtime.meetings import Meetings
-from zbcompile.runtime.watchdog import Watchdog
+from zbcompile.runtime.store_thread import StoreError, connect
+from zbcompile.runtime.watchdog import SILENT, Watchdog
 
 __all__ = ["PipelineGroup"]
 
@@ -78,7 +79,7 @@ class PipelineGroup:
         self._groups: Counter[str] = Counter()
         # A group is made by all ranks at the same time; what is slower than this, the watchdog ends before.
         self._timeout = timedelta(seconds=2 * stall_limit_s + 10)
-        store = PrefixStore(self.name, torch_private.own_store())
+        store = PrefixStore(self.name, _connected(stall_limit_s))
         self.watchdog = Watchdog(store, self.rank, self.size, stall_limit_s)
         self._meetings = Meetings(self.watchdog)
         self.calls = DistributedCalls(self.watchdog, self._meetings, dist.get_rank() == 0)
@@ -272,6 +273,16 @@ class PipelineGroup:
                 given=wanted,
                 fix="leave num_ranks out, or give the group of this pipeline",
             )
+
+
+def _connected(limit_s: float) -> Store:
+    """Return the default group's key-value store. Raises `PipelineError` if it does not answer in time."""
+    try:
+        return connect(torch_private.own_store, limit_s)
+    except StoreError as error:
+        raise PipelineError(
+            SILENT, where=f"rank {dist.get_rank()}", needed=f"an answer within {limit_s:g} s"
+        ) from error
 
 
 def _machine() -> str:

@@ -15,13 +15,36 @@ from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
-__all__ = ["StoreError", "StoreThread"]
+__all__ = ["StoreError", "StoreThread", "connect"]
 
 T = TypeVar("T")
 
 
 class StoreError(Exception):
     """The store did not answer in time, or its connection is closed."""
+
+
+def connect(make: Callable[[], Store], limit_s: float) -> Store:
+    """Return ``make()``, which opens a connection to a store.
+
+    Raises
+    ------
+    StoreError
+        It lasts longer than ``limit_s`` seconds: the store's process stands still, or is gone.
+    """
+    future: Future[Store] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(make())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="zbcompile connects", daemon=True).start()
+    try:
+        return future.result(limit_s)
+    except TimeoutError as error:
+        raise StoreError(f"no connection within {limit_s:g} s") from error
 
 
 class StoreThread:

@@ -24,7 +24,7 @@ from zbcompile.runtime.doing import CLOSED, NOBODY, Doing, State, chain_of_waits
 from zbcompile.runtime.news import Event, read_news, tell
 from zbcompile.runtime.store_thread import StoreError, StoreThread
 
-__all__ = ["Ended", "Watchdog", "shielded"]
+__all__ = ["SILENT", "Ended", "Watchdog", "shielded"]
 
 POLL_S = 0.1
 """Seconds between two looks at the news."""
@@ -53,10 +53,11 @@ _GONE = (
     "the key-value store of the process group is gone, and with it the process that kept it "
     "(rank 0, or the launcher)"
 )
-_SILENT = (
+SILENT = (
     "the key-value store of the process group does not answer: the process that keeps it "
     "(rank 0, or the launcher) stands still or cannot be reached"
 )
+"""What is said of a store that does not answer."""
 
 _SHIELDED: set[CodeType] = set()
 
@@ -285,7 +286,7 @@ class Watchdog:
         self._end(reason)
 
     def _store_fault(self) -> str:
-        return _GONE if self.store.gone else _SILENT
+        return _GONE if self.store.gone else SILENT
 
     def _refuse(self, event: Event) -> bool:
         """Note a refusal, with the lock held; return whether it ends the call that this rank is in."""

@@ -1,4 +1,4 @@
-"""The orders of the literature for one stage per rank, and all that are published for a placement (`orders_for`).
+"""The orders of the literature for one stage per rank, and all that fit a placement (`orders_for`).
 
 GPipe (arXiv 1811.06965), 1F1B (arXiv 1806.03377), ZB-H1 and ZB-H2 (arXiv 2401.10241, section 2.1). Orders for
 several stages per rank are in `zbcompile.planner.starts.classic_loops`.
