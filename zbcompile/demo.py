@@ -154,7 +154,7 @@ def train(pipeline: zbcompile.Pipeline, settings: Settings) -> dict[str, Any]:
     for _ in range(settings.steps):
         found: list[Tensor] = []
         optimizer.zero_grad()
-        pipeline.step(**batch(settings), losses=found)
+        pipeline.step(**batch(settings), losses=found, return_outputs=False)
         gradients.append({n: p.grad.clone() for n, p in pipeline.named_parameters() if p.grad is not None})
         optimizer.step()
         losses.append([float(loss) for loss in found])
