@@ -285,7 +285,12 @@ def test_bad_arguments_are_refused_with_both_sides() -> None:
     refusal(lambda: compiled(mlp(), 0), UsageError, "positive")
     refusal(lambda: compiled(mlp(), 2, 3).step(x, target=y), UsageError, "batch of 8", "3 equal", "args[0]")
     refusal(
-        lambda: compiled(mlp(), memory_limit=10).step(x, target=y), InfeasibleError, "rank 1", "given: 10"
+        lambda: compiled(mlp(), memory_limit=10).step(x, target=y),
+        InfeasibleError,
+        "rank 1",
+        "given: 10",
+        "raise memory_limit to",
+        'recompute="min_memory" or "full"',
     )
     refusal(lambda: compiled(mlp(), placement=[0, 0]).step(x, target=y), UsageError, "placement")
     refusal(lambda: compiled(mlp(), num_ranks=3).step(x, target=y), UsageError, "3 ranks", "2 stages")

@@ -8,7 +8,7 @@ import torch
 
 from zbcompile.compiler.call import CallForm
 from zbcompile.compiler.observe import Observer
-from zbcompile.errors import CheckError, UsageError
+from zbcompile.errors import CheckError, InfeasibleError, UsageError
 from zbcompile.formats import schedule_json
 from zbcompile.options import CompileOptions
 from zbcompile.passes.profile.counted import counted_profile
@@ -78,9 +78,25 @@ def solve(options: CompileOptions, profile: Profile, num_ranks: int, num_microba
     )
     if given is not None:
         return rated(given, problem)
-    if placement is None:
-        return plan_auto(problem, time_limit_s=options.time_limit_s, seed=options.seed).solution
-    return plan(problem, time_limit_s=options.time_limit_s, seed=options.seed)
+    try:
+        if placement is None:
+            return plan_auto(problem, time_limit_s=options.time_limit_s, seed=options.seed).solution
+        return plan(problem, time_limit_s=options.time_limit_s, seed=options.seed)
+    except InfeasibleError as error:
+        raise _less_memory(error, options) from error
+
+
+def _less_memory(error: InfeasibleError, options: CompileOptions) -> InfeasibleError:
+    """Return the error with the ways out that `compile` has."""
+    ways = [f"raise memory_limit to {error.needed} bytes on {error.where}"]
+    if not isinstance(options.profile, Profile):
+        ways += {"none": ['recompute="min_memory" or "full"'], "min_memory": ['recompute="full"']}.get(
+            str(options.recompute), []
+        )
+        ways.append("cut the batch into more microbatches")
+    return InfeasibleError(
+        error.what, where=error.where, needed=error.needed, given=error.given, fix=", or ".join(ways)
+    )
 
 
 def keep_order_of_changes(schedule: Schedule, staged: StagedModel) -> None:
