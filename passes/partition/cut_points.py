@@ -7,7 +7,7 @@ torch.func transform.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
@@ -70,7 +70,9 @@ class CallOrder:
     total: float
 
 
-def call_order(nodes: Sequence[Node], groups: StorageGroups) -> CallOrder:
+def call_order(
+    nodes: Sequence[Node], groups: StorageGroups, seconds_of: Callable[[Node], float] = seconds
+) -> CallOrder:
     """Return all legal cuts between calls.
 
     Parameters
@@ -79,6 +81,8 @@ def call_order(nodes: Sequence[Node], groups: StorageGroups) -> CallOrder:
         The calls that are not auxiliary, in graph order.
     groups
         Of the whole graph.
+    seconds_of
+        Counts the time of a call.
     """
     position = {node: i for i, node in enumerate(nodes)}
     count = len(nodes)
@@ -92,7 +96,7 @@ def call_order(nodes: Sequence[Node], groups: StorageGroups) -> CallOrder:
             _span(illegal, first, last, 1)
     for first, last in [*_inseparable(nodes, position, groups), *_transforms(nodes)]:
         _span(illegal, first, last, 1)
-    costs = [seconds(node) for node in nodes]
+    costs = [seconds_of(node) for node in nodes]
     before = [0.0, *accumulate(costs)]
     blocked, crossing = list(accumulate(illegal)), list(accumulate(live))
     cuts = tuple(

@@ -93,6 +93,7 @@ def partition(
     num_stages: int,
     *,
     split_points: Sequence[str] | Policy | None = None,
+    seconds_of: Callable[[Node], float] = seconds,
 ) -> tuple[StageSource, ...]:
     """Cut a captured graph into stages.
 
@@ -105,6 +106,8 @@ def partition(
     split_points
         Names of the modules that start the second and later stages, or a function that chooses among the
         legal cuts. By default stages have equal counted forward times.
+    seconds_of
+        Counts the time of a call; by default on one core of a CPU.
 
     Raises
     ------
@@ -119,7 +122,7 @@ def partition(
     groups = StorageGroups(graph)
     auxiliary = auxiliary_nodes(captured, groups)
     main = [node for node in graph.nodes if node.op == "call_function" and node not in auxiliary]
-    order = call_order(main, groups)
+    order = call_order(main, groups, seconds_of)
     if split_points is None:
         cuts: Sequence[CutPoint] = balanced_cuts(order, num_stages)
     elif callable(split_points):
@@ -130,7 +133,7 @@ def partition(
     stage_of = {
         node: stage for stage in range(num_stages) for node in main[starts[stage] : starts[stage + 1]]
     }
-    pieces = _Pieces(captured, groups, auxiliary, stage_of, num_stages - 1)
+    pieces = _Pieces(captured, groups, auxiliary, stage_of, num_stages - 1, seconds_of)
     return tuple(pieces.source(stage) for stage in range(num_stages))
 
 
@@ -157,6 +160,7 @@ class _Pieces:
     auxiliary: set[Node]
     stage_of: dict[Node, int]
     last: int
+    seconds_of: Callable[[Node], float]
 
     @property
     def results(self) -> list[Node]:
@@ -189,7 +193,7 @@ class _Pieces:
             tuple(inputs),
             tuple(outputs.values()),
             tuple(path for path in dict.fromkeys(map(module_path_of, own)) if path),
-            sum(seconds(node) for node in own),
+            sum(map(self.seconds_of, own)),
             tuple(n.name for n in nodes if n in helpers),
         )
 

@@ -28,7 +28,7 @@ from zbcompile.passes.torch_private import OpOverload, schema, tree_leaves, tree
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.devices import Device, device_named
 
-__all__ = ["OpCount", "count_graph", "counted_ns", "counted_profile"]
+__all__ = ["OpCount", "count_graph", "counted_ns", "counted_profile", "counted_seconds"]
 
 _ATEN = torch.ops.aten
 
@@ -72,6 +72,17 @@ def counted_ns(module: GraphModule, device: Device) -> int:
     return sum(
         device.roofline_ns(c.flops, c.num_bytes, c.dtype, c.function, c.elements) for c in count_graph(module)
     )
+
+
+def counted_seconds(device: Device) -> Callable[[Node], float]:
+    """Return a function that counts the time of one call on a device in seconds."""
+
+    def seconds(node: Node) -> float:
+        return 1e-9 * sum(
+            device.roofline_ns(c.flops, c.num_bytes, c.dtype, c.function, c.elements) for c in _counts([node])
+        )
+
+    return seconds
 
 
 def counted_profile(

@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         target=None if made.loss_fn is None else made.target,
         loss_fn=made.loss_fn,
         verify=None if device is None else False,
+        planned_for=device,
     )
     for report in staged.reports:
         say(report)

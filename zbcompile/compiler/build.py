@@ -19,6 +19,7 @@ from zbcompile.compiler.stages import build_stages
 from zbcompile.options import CompileOptions
 from zbcompile.passes.verify.verify import cheap_to_verify
 from zbcompile.runtime.group import PipelineGroup
+from zbcompile.schedule.devices import Device
 
 __all__ = ["build"]
 
@@ -56,6 +57,7 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
             recompute=options.recompute,
             backend=options.backend,
             verify=options.verify,
+            planned_for=options.profile if isinstance(options.profile, Device) else None,
             observer=observer,
         )
 

@@ -11,17 +11,20 @@ from torch import Tensor, nn
 
 from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.errors import UsageError
+from zbcompile.passes import op_costs
 from zbcompile.passes.capture.capture import capture
 from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.constant_masks import fold_constant_masks
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.partition.partition import Policy, StageSource, partition
+from zbcompile.passes.profile.counted import counted_seconds
 from zbcompile.passes.split.backends import check_backend, with_backend
 from zbcompile.passes.split.split_backward import Recompute, split_backward
 from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.passes.split.staged_model import CutReport, StagedModel
 from zbcompile.passes.verify.verify import cheap_to_verify
 from zbcompile.passes.verify.verify import verify as compare_with_model
+from zbcompile.schedule.devices import Device
 
 __all__ = ["build_stages"]
 
@@ -39,6 +42,7 @@ def build_stages(
     backend: str = "eager",
     device: torch.device | str | None = None,
     verify: bool | None = False,
+    planned_for: Device | None = None,
     observer: Observer = quiet,
 ) -> StagedModel:
     """Capture a model on one example microbatch, cut it, and split the backward of every stage.
@@ -58,6 +62,8 @@ def build_stages(
         Device that a model on the meta device is captured for.
     verify
         Whether F, B and W of all stages are compared with the untouched model; None: where that is cheap.
+    planned_for
+        Device on which the stages shall take equal times; None: one core of a CPU, by nominal rates.
     observer
         Called after each step.
 
@@ -77,7 +83,8 @@ def build_stages(
     observer("capture", captured)
     fold_constant_masks(captured)
     observer("fold_constant_masks", captured)
-    sources = partition(captured, num_stages, split_points=split_points)
+    seconds_of = op_costs.seconds if planned_for is None else counted_seconds(planned_for)
+    sources = partition(captured, num_stages, split_points=split_points, seconds_of=seconds_of)
     observer("partition", sources)
     stages = split_backward(captured, sources, recompute=recompute, backend=backend)
     observer("split_backward", stages)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,7 +18,7 @@ from zbcompile.passes.profile.counted import count_graph, counted_ns, counted_pr
 from zbcompile.passes.profile.cpu_rates import measure_cpu
 from zbcompile.passes.profile.measure import measure
 from zbcompile.schedule.costs import Link
-from zbcompile.schedule.devices import DEVICES, device_named
+from zbcompile.schedule.devices import DEVICES, Device, device_named
 
 
 def _graph(fn, *args):
@@ -155,6 +156,21 @@ def test_counted_bytes_equal_those_of_a_measured_profile() -> None:
             other.saved_for_weight_bytes,
             other.static_bytes,
         )
+
+
+def test_stages_are_cut_for_the_device_that_is_planned_for() -> None:
+    """On an accelerator a product of this size takes no longer than an activation."""
+    layers = [nn.Linear(256, 256) for _ in range(4)] + [nn.SiLU() for _ in range(40)]
+    model, x = nn.Sequential(*layers, nn.Linear(256, 256)).bfloat16(), torch.randn(64, 256).bfloat16()
+    device = device_named("H100")
+
+    def longest(planned_for: Device | None) -> float:
+        stages = build_stages(model, 2, (x,), loss_fn=lambda o, _: o.sum(), planned_for=planned_for).stages
+        times = [cost.forward_ns for cost in counted_profile(stages, device).stages]
+        return max(times) / sum(times)
+
+    assert longest(None) > 0.7
+    assert longest(device) < 0.53
 
 
 def test_calibration_names_every_stage_and_kind_that_does_work() -> None:
