@@ -1,7 +1,7 @@
 """Rewrite a joint graph so that B and W can be told apart, without changing a bit.
 
 ``joint graph --> joint graph``. Contract in: a simplified joint graph. Contract out: the same bits; each
-parameter's gradient has storage of its own, and no convolution makes gradients of its input and of its weights
+parameter's gradient has storage of its own, and no convolution makes gradients of its input and its weights
 in one call (norms and recurrent layers do, and stay in B)::
 
     dx, dw, db = convolution_backward(...)     -->   dx = convolution_backward(..., mask [1, 0, 0])
