@@ -2,14 +2,14 @@
 # Everything runs in a virtual environment made here from constraints.txt.
 #   make test TORCH=2.14.1     the same with another torch, in its own environment
 #   make test PYTHON=python3   with another interpreter (3.11 or newer)
-#   make test JOBS=4           test processes
+#   make test JOBS=4           test processes (3: a third of the suite waits for processes of its own)
 #   make kill KILL_POINTS=1 KILL_SEED=7   one kill point again (without: 100, from seed 0)
 #   make fuzz N=10000          random command lines, files and shells; FIRST=123 N=1 runs one seed
 #   make test-compatible       the bitwise tests of the passes under another instruction set
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= 2.13.0
-JOBS ?= 2
+JOBS ?= 3
 PYTEST_ARGS ?=
 N ?= 500
 FIRST ?= 0

@@ -14,7 +14,10 @@ from torch.fx import Graph, Node
 from tests.support.frontend_helpers import state_of
 from tests.support.model_zoo import PLAIN, TRANSFORMERS, Case
 from zbcompile.compiler.stages import build_stages
+from zbcompile.passes.capture.capture import capture
+from zbcompile.passes.partition.partition import partition
 from zbcompile.passes.split.save_set import Phase, cut, leaves
+from zbcompile.passes.split.split_backward import split_backward
 from zbcompile.passes.split.staged_model import StagedModel
 
 MEASURED = [
@@ -105,8 +108,10 @@ def test_theoretical_memory_per_layer(name: str) -> None:
     points = [f"{prefix}.2", f"{prefix}.4"]
     layers_units = 2 * 4 * 256 * 128 * 4
     model = build().train()
-    plain = build_stages(model, 3, (), kwargs, split_points=points).stages[1]
-    small = build_stages(model, 3, (), kwargs, split_points=points, recompute="min_memory").stages[1]
+    captured = capture(model, (), kwargs)
+    sources = partition(captured, 3, split_points=points)
+    plain = split_backward(captured, sources)[1]
+    small = split_backward(captured, sources, recompute="min_memory")[1]
     assert plain.saved_for_weight_bytes / layers_units == pytest.approx(after_b, abs=0.02)
     assert small.saved_for_weight_bytes / layers_units == pytest.approx(after_b, abs=0.02)
     assert small.saved_bytes / layers_units <= after_f
@@ -118,8 +123,11 @@ def test_price_lies_between_none_and_full() -> None:
     torch.manual_seed(0)
     model, (args, kwargs, _) = case.build(), case.batch()
 
+    captured = capture(model, args, kwargs)
+    sources = partition(captured, 2)
+
     def held(recompute: str | float) -> int:
-        return build_stages(model, 3, args, kwargs, recompute=recompute).stages[1].saved_bytes
+        return split_backward(captured, sources, recompute=recompute)[1].saved_bytes
 
     amounts = [held(r) for r in ("full", 1e6, 1e9, 1e14)]
     assert amounts == sorted(amounts)
