@@ -12,6 +12,7 @@ from zbcompile.compiler.build import build
 from zbcompile.compiler.call import Batch
 from zbcompile.compiler.compiled import CompiledPipeline, StepResult
 from zbcompile.compiler.dump import observer_from_environment
+from zbcompile.compiler.norms import gradient_norms, total_norm
 from zbcompile.compiler.observe import Observer
 from zbcompile.errors import UsageError
 from zbcompile.formats import profile_json
@@ -397,6 +398,45 @@ class Pipeline(Sequence[Stage]):
         """Forget all gradients of this process."""
         for parameter in self.parameters():
             parameter.grad = None
+
+    def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
+        """Return the norm of every gradient of all ranks: name -> scalar, in the order of the model.
+
+        Every rank calls it, with the same ``norm_type`` (``math.inf``: the largest entry). Gradients of tied
+        parameters are the same on all of their ranks, and are here once.
+        """
+        return self._norms(norm_type, f"grad_norms({float(norm_type)})")
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the gradients of all ranks by their common norm, as `torch.nn.utils.clip_grad_norm_` would.
+
+        Every rank calls it, with the same arguments, between `step` and ``optimizer.step()``. (torch's own
+        function on a rank's parameters would clip each rank by a norm of its own.)
+
+        Returns
+        -------
+        Tensor
+            The norm before clipping, a scalar, alike on all ranks; on CPU in the bits of torch's function in
+            one process, where all gradients have one dtype.
+
+        Raises
+        ------
+        PipelineError
+            A rank is lost; or the norm is not finite, and ``error_if_nonfinite``. Nothing is clipped.
+        UsageError
+            The ranks give different arguments.
+        """
+        words = f"clip_grad_norm_({float(max_norm)}, {float(norm_type)}, {error_if_nonfinite})"
+        total = total_norm(list(self._norms(norm_type, words).values()), norm_type, error_if_nonfinite)
+        nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total)
+        return total
+
+    def _norms(self, norm_type: float, asked: str) -> dict[str, Tensor]:
+        self._refuse_if_closed()
+        group, own = self._ready().group, dict(self.named_parameters())
+        return gradient_norms(self._trained(), own, float(norm_type), group, asked)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,29 @@ def test_two_steps_without_zero_grad_add_up_and_unscaled_gradients_are_sums() ->
         assert one.grad is not None
         assert two.grad is not None
         assert torch.equal(mine.grad, one.grad + two.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+def test_clipping_has_the_bits_of_torch(norm_type: float) -> None:
+    model, (x, y) = mlp(), data()
+    pipeline = compiled(model)
+    with pytest.raises(UsageError, match="not captured yet"):
+        pipeline.clip_grad_norm_(0.1)
+    pipeline.step(x, target=y)
+    other = copy.deepcopy(model)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        theirs.grad = mine.grad.clone()  # type: ignore[union-attr]
+    norms = pipeline.grad_norms(norm_type)
+    assert list(norms) == [name for name, _ in model.named_parameters()]
+    for max_norm in (1e9, 0.01):
+        expected = nn.utils.clip_grad_norm_(other.parameters(), max_norm, norm_type)
+        assert torch.equal(pipeline.clip_grad_norm_(max_norm, norm_type), expected)
+        assert_same_gradients(model, other)
+    next(model.parameters()).grad.fill_(math.inf)  # type: ignore[union-attr]
+    with pytest.raises(PipelineError, match="cannot be clipped"):
+        pipeline.clip_grad_norm_(0.1, norm_type, error_if_nonfinite=True)
+    pipeline.zero_grad()
+    assert pipeline.clip_grad_norm_(0.1) == 0
 
 
 def test_an_optimizer_over_the_stages_trains_the_model_itself() -> None:

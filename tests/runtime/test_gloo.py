@@ -63,6 +63,8 @@ def test_every_process_compiles_the_same_pipeline() -> None:
 def _compare(here: dict[str, Any], there: list[dict[str, Any]]) -> None:
     assert there[-1]["losses"] == here["losses"]
     assert len(here["losses"]) == 4 * STEPS
+    assert all(record["norms"] == here["norms"] for record in there)
+    assert min(here["norms"]) > 0.1
     for step in range(STEPS):
         seen = set()
         for record in there:
@@ -73,6 +75,15 @@ def _compare(here: dict[str, Any], there: list[dict[str, Any]]) -> None:
     for record in there:
         for buffer, value in record["buffers"].items():
             assert torch.equal(value, here["buffers"][buffer]), buffer
+
+
+def test_ranks_that_clip_differently_are_refused_and_norms_are_those_of_all_ranks() -> None:
+    records = spawn(gloo_workers.clipped_differently, NUM_RANKS, timeout_s=120)
+    own = {name: float(grad.abs().max()) for record in records for name, grad in record["own"].items()}
+    for record in records:
+        assert "the ranks call for different norms" in record["refused"]
+        assert record["kept"]
+        assert record["norms"] == own
 
 
 def survivors(outcomes: list[Outcome], gone: int | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import zbcompile
 from tests.support.hand_stages import hand_batch, hand_case, hand_reference, hand_stages, hand_state
 from zbcompile.compiler.lower import lower
+from zbcompile.errors import ZBCompileError
 from zbcompile.passes.lower.codegen import emit
 from zbcompile.passes.lower.insert_comm import insert_comm
 from zbcompile.planner.imported import rated
@@ -193,6 +195,7 @@ def train_steps(pipeline: zbcompile.Pipeline, call: dict[str, Any], num_steps: i
     pipeline.build(call.get("args", ()), call.get("kwargs", {}), call.get("target"))
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.05)
     losses: list[float] = []
+    norms: list[float] = []
     gradients = []
     for _ in range(num_steps):
         optimizer.zero_grad()
@@ -202,8 +205,29 @@ def train_steps(pipeline: zbcompile.Pipeline, call: dict[str, Any], num_steps: i
         )
         losses += [float(loss) for loss in step_losses]
         gradients.append({n: p.grad.clone() for n, p in pipeline.named_parameters() if p.grad is not None})
+        norms.append(float(pipeline.clip_grad_norm_(0.1)))
         optimizer.step()
-    return {"losses": losses, "gradients": gradients, "buffers": dict(pipeline_buffers(pipeline))}
+    buffers = dict(pipeline_buffers(pipeline))
+    return {"losses": losses, "norms": norms, "gradients": gradients, "buffers": buffers}
+
+
+def clipped_differently(rank: int) -> dict[str, Any]:
+    """Clip by another norm on rank 2; then ask for the norms, on all alike."""
+    model, call, loss_fn = _mlp()
+    with zbcompile.compile(
+        model, 4, loss_fn=loss_fn, num_microbatches=4, profile=even_profile(), time_limit=0.5
+    ) as pipeline:
+        pipeline.step(*call["args"], target=call["target"])
+        before = {n: p.grad.clone() for n, p in pipeline.named_parameters() if p.grad is not None}
+        try:
+            pipeline.clip_grad_norm_(0.1, 1.0 if rank == 2 else 2.0)
+        except ZBCompileError as error:
+            refused = str(error)
+        after = {n: p.grad for n, p in pipeline.named_parameters()}
+        kept = all(torch.equal(grad, before[n]) for n, grad in after.items() if grad is not None)
+        norms = {name: float(norm) for name, norm in pipeline.grad_norms(math.inf).items()}
+        pipeline.synchronize()
+    return {"refused": refused, "kept": kept, "norms": norms, "own": before}
 
 
 def pipeline_buffers(pipeline: zbcompile.Pipeline) -> list[tuple[str, Tensor]]:

@@ -1,0 +1,100 @@
+"""Norms of gradients over all ranks, as torch computes them in one process.
+
+torch's ``clip_grad_norm_`` takes the norm of each gradient, and then the norm of those norms. Ranks therefore
+exchange one number per parameter. A tied parameter, whose gradient is the same on all of its ranks, counts
+once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zbcompile.errors import PipelineError, UsageError
+from zbcompile.runtime.group import PipelineGroup
+
+__all__ = ["gradient_norms", "total_norm"]
+
+
+def gradient_norms(
+    trained: nn.Module,
+    own: Mapping[str, nn.Parameter],
+    norm_type: float,
+    group: PipelineGroup | None,
+    asked: str,
+) -> dict[str, Tensor]:
+    """Return the norm of every gradient: name -> scalar, in the order of the model's parameters.
+
+    Parameters
+    ----------
+    trained
+        What owns all parameters. Those without a gradient have no norm.
+    own
+        The parameters of this process.
+    norm_type
+        Order of the norm; may be infinite.
+    group
+        The ranks, which all come here; None: there is but this process.
+    asked
+        The call in words, with its arguments: the same on all ranks.
+
+    Raises
+    ------
+    PipelineError
+        A rank is lost.
+    UsageError
+        The ranks call with different arguments, or different calls.
+    """
+    found = {n: torch.linalg.vector_norm(p.grad, norm_type) for n, p in own.items() if p.grad is not None}
+    if group is not None:
+        found = _of_all_ranks(trained, found, group, asked)
+    return {name: found[name] for name, _ in trained.named_parameters() if name in found}
+
+
+def total_norm(norms: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool = False) -> Tensor:
+    """Return the norm of norms, a scalar; zero if there are none.
+
+    Raises
+    ------
+    PipelineError
+        It is not finite, and that was asked to be an error.
+    """
+    total = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type) if norms else torch.tensor(0.0)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise PipelineError(
+            f"the norm of order {norm_type:g} of all gradients is {float(total):g}: they cannot be clipped",
+            fix="skip this step, or leave error_if_nonfinite out",
+        )
+    return total
+
+
+def _of_all_ranks(
+    trained: nn.Module, own: Mapping[str, Tensor], group: PipelineGroup, asked: str
+) -> dict[str, Tensor]:
+    text = json.dumps([asked, {name: float(norm).hex() for name, norm in own.items()}])
+    with group.calls.meeting(asked):
+        parts = [json.loads(part) for part in group.gather(text, asked)]
+    other = next((rank for rank, (words, _) in enumerate(parts) if words != asked), None)
+    if other is not None:
+        raise UsageError(
+            "the ranks call for different norms",
+            where=f"rank {other}",
+            needed=asked,
+            given=parts[other][0],
+            fix="call it on every rank with the same arguments",
+        )
+    parameters = dict(trained.named_parameters())
+    device = next(iter(own.values())).device if own else torch.device("cpu")
+    return {
+        name: torch.tensor(float.fromhex(number), dtype=_real(parameters[name].dtype), device=device)
+        for _, numbers in parts
+        for name, number in numbers.items()
+    }
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a norm of values of a dtype."""
+    return torch.empty(0, dtype=dtype).abs().dtype
