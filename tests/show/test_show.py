@@ -10,7 +10,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.style import Style
@@ -123,6 +123,7 @@ def test_ascii_terminals_get_ascii() -> None:
     assert all(line.isascii() for line in lanes)
 
 
+@settings(max_examples=25)
 @given(problems(), st.integers(0, 99), st.integers(20, 160), st.booleans())
 def test_any_order_can_be_drawn(problem: Problem, seed: int, width: int, colour: bool) -> None:
     schedule = greedy_order(problem, Random(seed))

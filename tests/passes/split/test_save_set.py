@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ from torch.fx import Graph, Node
 
 from tests.support.frontend_helpers import state_of
 from tests.support.model_zoo import PLAIN, TRANSFORMERS, Case
-from zbcompile.compiler.stages import build_stages
 from zbcompile.passes.capture.capture import capture
+from zbcompile.passes.capture.nested_values import flatten
 from zbcompile.passes.partition.partition import partition
 from zbcompile.passes.split.save_set import Phase, cut, leaves
 from zbcompile.passes.split.split_backward import split_backward
-from zbcompile.passes.split.staged_model import StagedModel
+from zbcompile.passes.split.stage_graphs import StageGraphs
 
 MEASURED = [
     "gpt2", "llama", "phi3", "bert with labels", "t5", "resnet", "deepseek_v3", "LSTM", "U-Net", "LoRA",
@@ -34,17 +35,19 @@ def _held(saved: list[Any], alive: list[Tensor]) -> int:
     return numbers + sum(t.untyped_storage().nbytes() for key, t in storages.items() if key not in known)
 
 
-def measured_bytes(built: StagedModel, model: nn.Module, flat: list[Tensor]) -> list[tuple[int, int]]:
+def measured_bytes(
+    stages: Sequence[StageGraphs], model: nn.Module, flat: list[Tensor]
+) -> list[tuple[int, int]]:
     """(held between F and B, held between B and W) of every stage, from the live tensors."""
     state, values, amounts, saves = state_of(model), {}, [], []
     alive = [*state.values(), *flat]
     with torch.no_grad():
-        for stage in built.stages:
+        for stage in stages:
             inputs = [flat[p.source[1]] if p.source[0] == "batch" else values[p.name] for p in stage.inputs]
             outs, saved = stage.run_forward(state, inputs)
             values |= {port.name: out for port, out in zip(stage.outputs, outs, strict=True)}
             saves.append(saved)
-        for stage, saved in zip(built.stages, saves, strict=True):
+        for stage, saved in zip(stages, saves, strict=True):
             known = [*alive, *stage.constants]
             before = _held(saved, known)
             grads: list[Tensor | None] = [
@@ -56,15 +59,18 @@ def measured_bytes(built: StagedModel, model: nn.Module, flat: list[Tensor]) -> 
 
 
 @pytest.mark.parametrize("name", MEASURED)
-@pytest.mark.parametrize("recompute", ["none", "min_memory"])
-def test_predicted_bytes_are_held(name: str, recompute: str) -> None:
+def test_predicted_bytes_are_held(name: str) -> None:
     case: Case = {**PLAIN, **TRANSFORMERS}[name]
     torch.manual_seed(0)
     model = case.build().train(case.train)
     args, kwargs, target = case.batch()
-    built = build_stages(model, 3, args, kwargs, target=target, loss_fn=case.loss, recompute=recompute)
-    predicted = [(stage.saved_bytes, stage.saved_for_weight_bytes) for stage in built.stages]
-    assert measured_bytes(built, model, built.flat_inputs(args, kwargs, target)) == predicted
+    captured = capture(model, args, kwargs, target=target, loss_fn=case.loss)
+    flat = flatten((args, kwargs, target))[0]
+    sources = partition(captured, 3)
+    for recompute in ("none", "min_memory"):
+        stages = split_backward(captured, sources, recompute=recompute)
+        predicted = [(stage.saved_bytes, stage.saved_for_weight_bytes) for stage in stages]
+        assert measured_bytes(stages, model, flat) == predicted, recompute
 
 
 def _gpt2_without_dropout() -> nn.Module:
