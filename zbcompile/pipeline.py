@@ -10,6 +10,13 @@ from torch import Tensor, nn
 
 from zbcompile.compiler.build import build
 from zbcompile.compiler.call import Batch
+from zbcompile.compiler.checkpoint import (
+    load_model,
+    load_optimizer,
+    model_state,
+    optimizer_state,
+    own_tensors,
+)
 from zbcompile.compiler.compiled import CompiledPipeline, StepResult
 from zbcompile.compiler.dump import observer_from_environment
 from zbcompile.compiler.norms import gradient_norms, total_norm
@@ -29,6 +36,7 @@ from zbcompile.schedule.solution import Certificate, Solution
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.optim import Optimizer
 
     from zbcompile.passes.partition.partition import Policy
     from zbcompile.passes.split.split_backward import Recompute
@@ -432,6 +440,66 @@ class Pipeline(Sequence[Stage]):
         total = total_norm(list(self._norms(norm_type, words).values()), norm_type, error_if_nonfinite)
         nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total)
         return total
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers of this process's stages, under the model's own names.
+
+        In one process these are all. The parts of all ranks together are the unpipelined model's state dict:
+        ``torch.distributed.checkpoint.save(pipeline.state_dict(), checkpoint_id=...)`` on every rank saves
+        it, and any number of ranks and stages, or the plain model, can load it. Tensors share memory with the
+        model's.
+
+        Raises
+        ------
+        UsageError
+            A module has extra state that is no tensor.
+        """
+        return model_state(self._own_tensors())
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Copy saved values into this process's tensors: all, or none where one is missing or differs.
+
+        ``state`` may hold more, as the unpipelined model's state dict does.
+
+        Raises
+        ------
+        ShapeError, UsageError
+            Name the tensor.
+        """
+        load_model(self._own_tensors(), state)
+
+    def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state and options that an optimizer has for this process's parameters, by name.
+
+        The keys are those of ``torch.distributed.checkpoint.state_dict`` in its flat form,
+        ``state.NAME.exp_avg`` and ``param_groups.NAME.lr``, so the parts of all ranks are the unpipelined
+        optimizer's.
+
+        Raises
+        ------
+        UsageError
+            The optimizer holds a parameter that is none of the model's.
+        """
+        return optimizer_state(self._trained(), self._own_names(), optimizer)
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Give an optimizer what `optimizer_state_dict` returned; ``state`` may hold more.
+
+        Raises
+        ------
+        UsageError
+            Names the parameter that is missing or whose options differ from its group's; nothing is changed.
+        """
+        load_optimizer(self._trained(), self._own_names(), optimizer, state)
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        compiled = self._ready()
+        compiled.follow_model()
+        local = [stage.index for stage in self.local_stages]
+        return own_tensors(self._trained(), compiled.staged.stages, local, self.rank in (None, 0))
+
+    def _own_names(self) -> set[str]:
+        return {name for name, _ in self.named_parameters()}
 
     def _norms(self, norm_type: float, asked: str) -> dict[str, Tensor]:
         self._refuse_if_closed()

@@ -1,0 +1,193 @@
+"""What a process saves: the tensors of its own stages, and its optimizer's, under the model's own names.
+
+The parts of all ranks together are what the unpipelined model would save, so a checkpoint can be loaded with
+another number of ranks or stages, or into the plain model. Optimizer states have the flat form of
+``torch.distributed.checkpoint.state_dict`` (``flatten_optimizer_state_dict``): ``state.NAME.exp_avg``,
+``param_groups.NAME.lr``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zbcompile.errors import ShapeError, UsageError
+from zbcompile.passes.split.stage_graphs import StageGraphs
+
+__all__ = ["load_model", "load_optimizer", "model_state", "optimizer_state", "own_tensors"]
+
+
+def own_tensors(
+    trained: nn.Module, stages: Iterable[StageGraphs], local: Collection[int], first: bool
+) -> dict[str, Tensor]:
+    """Return name -> tensor of what this process saves, in the order of the model's state dict.
+
+    Parameters
+    ----------
+    trained
+        What owns all tensors.
+    stages
+        All of them.
+    local
+        Numbers of the stages of this process.
+    first
+        Whether this process also saves what belongs to no stage.
+
+    Raises
+    ------
+    UsageError
+        A module has extra state that is no tensor.
+    """
+    whole = trained.state_dict(keep_vars=True)
+    other = next((name for name, value in whole.items() if not isinstance(value, Tensor)), None)
+    if other is not None:
+        raise UsageError("the model has state that is no tensor", where=other, fix="save it yourself")
+    held: dict[int, set[int]] = {}
+    for stage in stages:
+        for name in (*stage.parameters, *stage.buffers):
+            if name in whole:
+                held.setdefault(id(whole[name]), set()).add(stage.index)
+    return {
+        name: tensor
+        for name, tensor in whole.items()
+        if (held[id(tensor)] & set(local) if id(tensor) in held else first)
+    }
+
+
+def model_state(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors to save: they share memory with the model's."""
+    return {name: tensor.detach() for name, tensor in own.items()}
+
+
+def load_model(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Copy saved values into this process's tensors: all of them, or none where one is missing or differs.
+
+    Raises
+    ------
+    ShapeError
+        A saved tensor has another shape.
+    UsageError
+        A tensor is missing.
+    """
+    for name, tensor in own.items():
+        saved = _saved(state, name)
+        if saved.shape != tensor.shape:
+            raise ShapeError(
+                "a saved tensor has another shape than the model's",
+                where=name,
+                needed=list(tensor.shape),
+                given=list(saved.shape),
+                fix="load the checkpoint of this model",
+            )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+
+
+def optimizer_state(trained: nn.Module, own: Collection[str], optimizer: Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state and options of every parameter of this process.
+
+    Parameters
+    ----------
+    trained
+        What owns all parameters.
+    own
+        Names of the parameters that this process trains. An optimizer may hold those of other ranks, too.
+    optimizer
+        Any of torch's.
+
+    Raises
+    ------
+    UsageError
+        The optimizer holds a parameter that is none of the model's.
+    """
+    name_of = _names(trained, optimizer)
+    flat: dict[str, Any] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = name_of[parameter]
+            if name not in own:
+                continue
+            for key, value in optimizer.state.get(parameter, {}).items():
+                flat[f"state.{name}.{key}"] = value
+            for key, value in group.items():
+                if key not in ("params", "param_names"):
+                    flat[f"param_groups.{name}.{key}"] = value
+    return flat
+
+
+def load_optimizer(
+    trained: nn.Module, own: Collection[str], optimizer: Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Give the optimizer what `optimizer_state` returned, here or on other ranks; arguments as there.
+
+    Raises
+    ------
+    UsageError
+        Options of a parameter are missing, or differ within one of the optimizer's groups; or the optimizer
+        holds a parameter that is none of the model's. Nothing is changed.
+    """
+    name_of = _names(trained, optimizer)
+    whole = optimizer.state_dict()
+    groups: list[dict[str, Any]] = []
+    states: dict[int, dict[str, Any]] = {}
+    count = 0
+    for group in optimizer.param_groups:
+        found: dict[str, Any] = {}
+        for parameter in group["params"]:
+            name, position = name_of[parameter], count
+            count += 1
+            if name not in own:
+                continue
+            options = _below(state, f"param_groups.{name}.")
+            if not options:
+                raise UsageError(
+                    "the saved optimizer has no options of a parameter",
+                    where=name,
+                    fix="load the state that optimizer_state_dict() saved, of all ranks",
+                )
+            if found and options != found:
+                raise UsageError(
+                    "parameters of one group were saved with different options",
+                    where=name,
+                    needed=found,
+                    given=options,
+                    fix="make the groups of the optimizer as they were when it was saved",
+                )
+            found = options
+            if entries := _below(state, f"state.{name}."):
+                states[position] = entries
+        groups.append({**whole["param_groups"][len(groups)], **found})
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _names(trained: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, str]:
+    """Return the names of an optimizer's parameters."""
+    names = {parameter: name for name, parameter in trained.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise UsageError(
+                    "the optimizer holds a parameter that is not the model's",
+                    given=f"shape {list(parameter.shape)}",
+                    fix="make the optimizer from pipeline.parameters()",
+                )
+    return names
+
+
+def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+
+
+def _saved(state: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in state:
+        raise UsageError(
+            "the saved state lacks a tensor of this process's stages",
+            where=name,
+            fix="load the checkpoint of this model, of all ranks",
+        )
+    return state[name]
