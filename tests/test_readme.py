@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.places import ROOT
 from zbcompile.cli.main import build_parser, main
@@ -72,6 +77,68 @@ def test_the_python_example_uses_arguments_that_exist() -> None:
     }
     for attribute in re.findall(r"pipeline\.(\w+)", README):
         assert attribute in names, attribute
+
+
+BEFORE = """
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())))
+loss_fn = nn.functional.mse_loss
+inputs, targets = torch.randn(16, 8), torch.randn(16, 8)
+data = [(inputs, targets), (-inputs, targets)]
+"""
+AFTER = """
+pipeline.eval(inputs)
+pipeline.timeline()
+torch.save(pipeline.state_dict(), f"{sys.argv[1]}/{pipeline.rank or 0}.pt")
+pipeline.synchronize()
+pipeline.close()
+"""
+PLAIN = """
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for inputs, targets in data:
+    optimizer.zero_grad()
+    for x, y in zip(inputs.chunk(8), targets.chunk(8)):
+        loss_fn(model(x), y).backward()
+    for parameter in model.parameters():
+        parameter.grad.div_(8)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+torch.save(model.state_dict(), f"{sys.argv[1]}/0.pt")
+"""
+
+
+@pytest.mark.timeout(300)
+def test_the_python_example_trains_like_the_plain_loop_alone_and_under_torchrun(tmp_path: Path) -> None:
+    (example,) = [text for kind, text in BLOCKS if kind == "python"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
+    states = []
+    for name, how, body in (
+        ("plain", [], PLAIN),
+        ("alone", [], example + AFTER),
+        ("torchrun", torchrun, example + AFTER),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        script = folder / "train.py"
+        script.write_text(BEFORE + body)
+        done = subprocess.run(
+            [sys.executable, *how, str(script), str(folder)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            timeout=150,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        parts = [torch.load(file) for file in sorted(folder.glob("*.pt"))]
+        assert len(parts) == (4 if how else 1)
+        states.append({key: value for part in parts for key, value in part.items()})
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        assert all(torch.equal(value, states[0][key]) for key, value in state.items())
 
 
 def test_the_least_profile_is_one() -> None:
