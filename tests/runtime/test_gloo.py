@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import zbcompile
 from tests.support import gloo_workers
+from tests.support.clean_process import in_clean_process
 from tests.support.gloo_workers import MODELS, NUM_RANKS, even_profile, one_f_one_b, train_steps
 from zbcompile.errors import UsageError
 from zbcompile.runtime.launch import Outcome, spawn, spawn_outcomes
@@ -55,12 +56,17 @@ def compiled(name: str) -> tuple[zbcompile.Pipeline, dict[str, Any]]:
 
 
 def test_three_optimizer_steps_have_the_bits_of_one_process() -> None:
-    """Four models, compiled here: the processes are copies of this one."""
+    here, there = in_clean_process(trained_here_and_there)
+    for name in MODELS:
+        _compare(here[name], [record[name] for record in there])
+
+
+def trained_here_and_there() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Train four models that were compiled here, in processes that are copies of this one, and here."""
     pipelines = {name: compiled(name) for name in MODELS}
-    records = spawn(gloo_workers.inherited, NUM_RANKS, (pipelines, STEPS), timeout_s=300, inherit=True)
-    for name, (pipeline, call) in pipelines.items():
-        here = train_steps(pipeline, call, STEPS)
-        _compare(here, [record[name] for record in records])
+    there = spawn(gloo_workers.inherited, NUM_RANKS, (pipelines, STEPS), timeout_s=280, inherit=True)
+    here = {name: train_steps(pipeline, call, STEPS) for name, (pipeline, call) in pipelines.items()}
+    return here, there
 
 
 def test_every_process_compiles_the_same_pipeline() -> None:
@@ -88,19 +94,23 @@ def _compare(here: dict[str, Any], there: list[dict[str, Any]]) -> None:
 
 
 def test_what_four_ranks_saved_goes_on_in_one_process_and_in_the_plain_model(tmp_path: Path) -> None:
+    in_clean_process(saved_there_and_continued_here, tmp_path)
+
+
+def saved_there_and_continued_here(folder: Path) -> None:
     pipeline, call = compiled("gpt2")
     first = copy.deepcopy(pipeline.state_dict())
     records = spawn(
         gloo_workers.saved_and_continued,
         NUM_RANKS,
-        ({"gpt2": (pipeline, call)}, str(tmp_path)),
+        ({"gpt2": (pipeline, call)}, str(folder)),
         timeout_s=200,
         inherit=True,
     )
     there = {name: tensor for record in records for name, tensor in record.items()}
     assert there.keys() == first.keys() == pipeline._options.model.state_dict().keys()
 
-    saved = everything_in(tmp_path)
+    saved = everything_in(folder)
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.5)
     pipeline.load_state_dict(saved)
     pipeline.load_optimizer_state_dict(optimizer, saved)

@@ -15,6 +15,7 @@ import pytest
 from torch import Tensor
 
 import zbcompile
+from tests.support.clean_process import in_clean_process
 from tests.support.kill_points import LIMIT_S, RANKS, KillPoint, live
 from tests.support.ways_out import batch, expected, make_pipeline
 from zbcompile.runtime.launch import Outcome, spawn_outcomes
@@ -35,13 +36,7 @@ ENDS = {"KILL": -9, "TERM": -15}
 def test_whatever_is_killed_all_others_end_in_time(
     kill_points: range, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    x, y = batch()
-    compiled = make_pipeline(example_args=(x,), example_target=y, num_ranks=RANKS, stall_limit=LIMIT_S)
-    wanted = expected()
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        reports = list(
-            pool.map(lambda seed: tried(KillPoint.of(seed), tmp_path, compiled, wanted), kill_points)
-        )
+    reports = in_clean_process(tried_all, kill_points, tmp_path, timeout_s=60.0 * len(kill_points))
     with capfd.disabled():
         print()
         for point, late, ends, _ in reports:
@@ -52,9 +47,19 @@ def test_whatever_is_killed_all_others_end_in_time(
     assert not wrong, "\n".join(wrong)
 
 
-def tried(
-    point: KillPoint, folder: Path, compiled: zbcompile.Pipeline, wanted: dict[str, Tensor]
-) -> tuple[KillPoint, float, list[str], list[str]]:
+Report = tuple[KillPoint, float, list[str], list[str]]
+
+
+def tried_all(kill_points: range, folder: Path) -> list[Report]:
+    """Try points; each of their processes is a copy of this one, where the pipeline was compiled."""
+    x, y = batch()
+    compiled = make_pipeline(example_args=(x,), example_target=y, num_ranks=RANKS, stall_limit=LIMIT_S)
+    wanted = expected()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return list(pool.map(lambda seed: tried(KillPoint.of(seed), folder, compiled, wanted), kill_points))
+
+
+def tried(point: KillPoint, folder: Path, compiled: zbcompile.Pipeline, wanted: dict[str, Tensor]) -> Report:
     """Return when the last rank ended after the signal, how each rank ended, and what is wrong with that."""
     folder = folder / str(point.seed)
     folder.mkdir()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.clean_process import in_clean_process
 from tests.support.ways_out import (
     BUILDS,
     FATAL,
@@ -39,13 +40,18 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def played() -> Found:
-    """What every rank saw in every scene: the processes are copies of this one."""
+    """What every rank saw in every scene."""
+    return in_clean_process(play_all)
+
+
+def play_all() -> Found:
+    """Play all scenes in processes that are copies of this one, where the pipelines were compiled."""
     x, y = batch()
     pipelines = {
         name: make_pipeline(model=make_model(name == "tied"), example_args=(x,), example_target=y)
         for name in ("plain", "tied")
     }
-    return spawn(play, RANKS, (pipelines, list(SCENES)), timeout_s=300, inherit=True)
+    return spawn(play, RANKS, (pipelines, list(SCENES)), timeout_s=280, inherit=True)
 
 
 def of(played: Found, scene: str) -> Found:
