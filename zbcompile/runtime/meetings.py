@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
+from zbcompile.runtime.aside import run_aside
 from zbcompile.runtime.doing import Doing
 from zbcompile.runtime.store_thread import StoreError
 from zbcompile.runtime.watchdog import Watchdog
@@ -99,17 +99,8 @@ class Meetings:
         words, peer
             What this rank waits for, as in `Doing`.
         """
-        future: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, name="zbcompile waits", daemon=True).start()
         with self.waiting(words, peer):
-            return self._result(future)
+            return self._result(run_aside(function, "zbcompile waits"))
 
     @contextlib.contextmanager
     def waiting(self, words: str, peer: int) -> Iterator[None]:

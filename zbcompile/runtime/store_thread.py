@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
+from zbcompile.runtime.aside import run_aside
+
 __all__ = ["StoreError", "StoreThread", "connect"]
 
 T = TypeVar("T")
@@ -32,17 +34,8 @@ def connect(make: Callable[[], Store], limit_s: float) -> Store:
     StoreError
         It lasts longer than ``limit_s`` seconds: the store's process stands still, or is gone.
     """
-    future: Future[Store] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(make())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="zbcompile connects", daemon=True).start()
     try:
-        return future.result(limit_s)
+        return run_aside(make, "zbcompile connects").result(limit_s)
     except TimeoutError as error:
         raise StoreError(f"no connection within {limit_s:g} s") from error
 
