@@ -21,6 +21,7 @@ from zbcompile.compiler.compiled import CompiledPipeline, StepResult
 from zbcompile.compiler.dump import observer_from_environment
 from zbcompile.compiler.norms import gradient_norms, total_norm
 from zbcompile.compiler.observe import Observer
+from zbcompile.compiler.planning import gradient_bytes
 from zbcompile.errors import UsageError
 from zbcompile.formats import profile_json
 from zbcompile.formats.detect import load_schedule
@@ -31,6 +32,7 @@ from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.runtime.stage_modules import Stage
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
+from zbcompile.schedule.held_gradients import held_bytes
 from zbcompile.schedule.ir import Placement, Schedule
 from zbcompile.schedule.solution import Certificate, Solution
 
@@ -90,7 +92,8 @@ def compile(
         Default: the largest divisor of the batch up to twice the number of ranks.
     memory_limit
         Bytes per rank, one for all or one each: parameters, gradients, optimizer state (two tensors per
-        parameter) and activations.
+        parameter) and activations. Not counted: the result of `Pipeline.step` with ``return_outputs``, and
+        gradients that wait for their turn in the sum (`Pipeline.gradients_beyond_plan`).
     placement
         ``auto``, ``linear``, ``looped``, ``v``, a `Placement`, or the rank of each stage.
     objective
@@ -274,8 +277,9 @@ class Pipeline(Sequence[Stage]):
         losses
             The loss of every microbatch is appended, on the process that computes it.
         return_outputs
-            Whether the result is wanted. The results of all microbatches, and then their join, are kept to
-            the end of the step beyond the memory that was planned.
+            Whether the result is wanted. If so, the parts of all microbatches are held to the end of the
+            step and then joined: at most twice the bytes of the whole batch's result, which neither plan nor
+            ``memory_limit`` counts. Give False where the losses are enough.
 
         Returns
         -------
@@ -365,6 +369,15 @@ class Pipeline(Sequence[Stage]):
     def profile(self) -> Profile:
         """The costs that the order was planned with."""
         return self._ready().plan.problem.profile
+
+    @property
+    def gradients_beyond_plan(self) -> tuple[int, ...]:
+        """Bytes per rank of gradients of weights that the order holds at once and the plan does not count.
+
+        They wait for their turn in the sum, which is taken in microbatch order. 0 for most orders.
+        """
+        compiled = self._ready()
+        return held_bytes(compiled.plan.schedule, gradient_bytes(compiled.staged))
 
     @property
     def rank(self) -> int | None:

@@ -650,6 +650,35 @@ def test_problems_that_no_time_limit_could_hold_are_refused_at_once(capsys, tmp_
     assert "too large to plan" in err
 
 
+HOLDING = """placement 0
+microbatches 3
+rank 0: 0F0 0F1 0F2 0B0 0BW1 0BW2 0W0
+"""
+
+
+def test_gradients_held_beyond_the_plan_are_said_and_nothing_where_there_are_none(
+    capsys, schedule_path: Path, tmp_path: Path
+) -> None:
+    words = "beyond the plan it holds up to 1 gradient of stage 0's weights"
+    (tmp_path / "s.txt").write_text(HOLDING)
+    for command in ("show", "check"):
+        code, out, _ = run(capsys, command, tmp_path / "s.txt")
+        assert (code, words in out) == (0, True)
+        assert "beyond the plan" not in run(capsys, command, schedule_path)[1]
+    code, out, _ = run(capsys, "show", tmp_path / "s.txt", "--json")
+    assert [rank["gradients_beyond_plan"] for rank in json.loads(out)["per_rank"]] == [[1]]
+    stage = {"forward_ns": 20, "backward_input_ns": 20, "backward_weight_ns": 20, "full_backward_ns": 37}
+    stage |= {"repeat": 4, "saved_bytes": 4, "saved_for_weight_bytes": 2}
+    profile = {"format": "zbcompile.profile", "version": 1, "stages": [stage], "microbatches": 8}
+    (tmp_path / "p.json").write_text(json.dumps(profile))
+    args = ("plan", tmp_path / "p.json", "--cap", "16", "--time-limit", "2", "-o", tmp_path / "plan.json")
+    code, _, err = run(capsys, *args)
+    assert (code, "beyond the plan it holds up to" in err) == (0, True)
+    (tmp_path / "one.json").write_text(json.dumps(profile | {"microbatches": 1}))
+    code, _, err = run(capsys, "plan", tmp_path / "one.json", "-o", tmp_path / "plan.json")
+    assert (code, "beyond the plan" in err) == (0, False)
+
+
 UNWRITABLE = [
     ("plan", "-o"),
     ("convert", "-o"),

@@ -16,7 +16,7 @@ from zbcompile.formats import schedule_json
 from zbcompile.formats.streams import rewrite_line, say
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
-from zbcompile.show.summary import headline, proof_line, summarize
+from zbcompile.show.summary import gradients_line, headline, proof_line, summarize
 from zbcompile.show.units import time_unit
 
 if TYPE_CHECKING:
@@ -84,8 +84,9 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.output.write(schedule_json.dumps(plan.solution))
     if not arguments.quiet:
         summary = summarize(schedule_json.ScheduleFile.of(plan.solution), plan.timeline)
-        say(headline(summary))
-        say(proof_line(summary))
+        for line in (headline(summary), proof_line(summary), gradients_line(summary)):
+            if line:
+                say(line)
     return 130 if reporter.interrupted else 0
 
 

@@ -14,7 +14,12 @@ from zbcompile.compiler.call import Batch, CallForm
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.lower import lower
 from zbcompile.compiler.observe import Observer, quiet
-from zbcompile.compiler.planning import keep_order_of_changes, plan_for_all
+from zbcompile.compiler.planning import (
+    gradient_bytes,
+    keep_order_of_changes,
+    plan_for_all,
+    warn_of_held_gradients,
+)
 from zbcompile.compiler.stages import build_stages
 from zbcompile.options import CompileOptions
 from zbcompile.passes.verify.verify import cheap_to_verify
@@ -75,7 +80,8 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
             one_communicator=options.one_communicator,
             observer=observer,
         )
-        programs = plan.programs(observer)
+        warn_of_held_gradients(plan.solution, staged)
+        programs = plan.programs(observer, gradient_bytes(staged))
         if group is not None:
             group.agree({"programs": "\n".join(programs)})
 

@@ -6,6 +6,7 @@ the order in a file is the order that is compiled. No torch is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbcompile.compiler.observe import Observer, quiet
@@ -54,9 +55,11 @@ class LoweredPlan:
         """How good the order that runs is, and why."""
         return self.solution.certificate
 
-    def programs(self, observer: Observer = quiet) -> tuple[str, ...]:
+    def programs(
+        self, observer: Observer = quiet, gradient_bytes: Sequence[int] | None = None
+    ) -> tuple[str, ...]:
         """Return the program of every rank (`codegen`)."""
-        return codegen(self.comm, self.problem, self.certificate, observer)
+        return codegen(self.comm, self.problem, self.certificate, observer, gradient_bytes)
 
 
 def lower(
@@ -124,8 +127,9 @@ def codegen(
     problem: Problem,
     certificate: Certificate | None = None,
     observer: Observer = quiet,
+    gradient_bytes: Sequence[int] | None = None,
 ) -> tuple[str, ...]:
     """Return the program of every rank, as text."""
-    texts = emit(comm.schedule, problem, certificate, comm.send_slots)
+    texts = emit(comm.schedule, problem, certificate, comm.send_slots, gradient_bytes)
     observer("codegen", texts)
     return texts

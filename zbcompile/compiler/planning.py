@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 
 import torch
 
@@ -21,11 +22,20 @@ from zbcompile.runtime.gradients import tied_holders
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
+from zbcompile.schedule.held_gradients import held_bytes
 from zbcompile.schedule.ir import Kind, Placement, Schedule
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import memory_peaks
 from zbcompile.schedule.solution import Solution
 
-__all__ = ["keep_order_of_changes", "plan_for_all", "profile_and_plan", "solve"]
+__all__ = [
+    "gradient_bytes",
+    "keep_order_of_changes",
+    "plan_for_all",
+    "profile_and_plan",
+    "solve",
+    "warn_of_held_gradients",
+]
 
 
 def plan_for_all(
@@ -120,6 +130,29 @@ def keep_order_of_changes(schedule: Schedule, staged: StagedModel) -> None:
                 given=" ".join(map(str, order)),
                 fix="use an order that keeps them, or freeze the buffer (evaluation mode of its module)",
             )
+
+
+def gradient_bytes(staged: StagedModel) -> tuple[int, ...]:
+    """Return per stage the bytes of one gradient for each of its trainable parameters."""
+    state = staged.captured.state
+    return tuple(sum(state[name].nbytes for name in stage.trainable) for stage in staged.stages)
+
+
+def warn_of_held_gradients(solution: Solution, staged: StagedModel) -> None:
+    """Warn where the gradients that the order holds beyond its plan exceed a rank's cap."""
+    schedule, problem = solution.schedule, solution.problem
+    held, peaks = held_bytes(schedule, gradient_bytes(staged)), memory_peaks(schedule, problem)
+    over = [
+        f"rank {rank} holds {peak} + {more} bytes, its limit is {cap}"
+        for rank, (peak, more, cap) in enumerate(zip(peaks, held, problem.caps, strict=True))
+        if cap is not None and more and peak + more > cap
+    ]
+    if over:
+        warnings.warn(
+            "gradients of weights that wait for their turn in the sum are held beyond the plan, "
+            f"and beyond memory_limit: {'; '.join(over[:4])}",
+            stacklevel=2,
+        )
 
 
 def _profile(options: CompileOptions, call: CallForm, staged: StagedModel, observer: Observer) -> Profile:

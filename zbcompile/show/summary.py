@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from zbcompile.formats.measured_json import Measured
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.held_gradients import held_sets, held_words
 from zbcompile.schedule.ir import Kind, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, simulate
@@ -19,6 +20,7 @@ from zbcompile.show.units import TimeUnit, format_bytes, percent, time_unit
 __all__ = [
     "Proof",
     "Summary",
+    "gradients_line",
     "headline",
     "measured_to_json",
     "proof_line",
@@ -177,11 +179,17 @@ def proof_line(summary: Summary) -> str:
     )
 
 
+def gradients_line(summary: Summary) -> str:
+    """Say which gradients of weights the order holds beyond its plan; empty for most orders: none."""
+    held = held_words(held_sets(summary.timeline.schedule))
+    return f"beyond the plan it holds {held}" if held else ""
+
+
 def to_json(summary: Summary) -> dict[str, object]:
     """Return all figures as plain values: shares as fractions, times in ns, memory in bytes."""
     timeline, problem = summary.timeline, summary.timeline.problem
     certificate, baseline = summary.certificate, summary.baseline.timeline
-    peaks = timeline.peak_bytes
+    peaks, held = timeline.peak_bytes, held_sets(timeline.schedule)
     return {
         "ranks": problem.num_ranks,
         "stages": problem.num_stages,
@@ -221,6 +229,7 @@ def to_json(summary: Summary) -> dict[str, object]:
                 "span_ns": timeline.rank_span[rank],
                 "peak_bytes": peaks[rank] if summary.has_profile else None,
                 "cap_bytes": problem.caps[rank],
+                "gradients_beyond_plan": [held[s] for s in problem.placement.stages_of(rank)],
             }
             for rank in range(problem.num_ranks)
         ],

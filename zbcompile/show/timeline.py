@@ -17,7 +17,15 @@ from zbcompile.schedule.problem import Objective
 from zbcompile.schedule.simulate import Timeline
 from zbcompile.show.lanes import Box, Transfer, Window, bar_lane, memory_lane, message_lane
 from zbcompile.show.palette import ASCII, UNICODE, Glyphs, fill_of, ink, paint
-from zbcompile.show.summary import Proof, Summary, headline, kind_means, memory_text, proof_line
+from zbcompile.show.summary import (
+    Proof,
+    Summary,
+    gradients_line,
+    headline,
+    kind_means,
+    memory_text,
+    proof_line,
+)
 from zbcompile.show.units import percent, ticks
 
 __all__ = ["Picture", "View"]
@@ -134,6 +142,9 @@ class _Drawing:
         )
         fault = summary.proof is Proof.OTHER_VALUE
         yield self._line(proof_line(summary), Style(bold=True, color="#e0303a") if fault else None)
+        held = gradients_line(summary)
+        if held:
+            yield self._line(held)
         words = [
             _count(problem.num_ranks, "rank"),
             f"{_count(problem.num_stages, 'stage')}, {problem.placement.name}",

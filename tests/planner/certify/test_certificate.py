@@ -27,6 +27,7 @@ from zbcompile.planner.exact.crossing import crossing_bound
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.held_gradients import held_sets, held_words
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
 from zbcompile.schedule.solution import Certificate, Solution
@@ -297,3 +298,11 @@ def test_a_file_keeps_all_that_a_check_needs() -> None:
 def test_the_sum_can_be_followed_by_hand(paper_profiles: dict[str, Any], golden: Any) -> None:
     problem = paper_problem(paper_profiles["configs"][0], 1)
     golden("certificate.txt", explain(plan(problem)))
+
+
+def test_the_certificate_says_which_gradients_are_held_beyond_the_plan() -> None:
+    problem = Problem.of(Profile.uniform(StageCost(20, 20, 20, 37, 4, 2), 4), None, 8, 16)
+    solution = plan(problem, time_limit_s=2)
+    held = held_words(held_sets(solution.schedule))
+    assert held != ""
+    assert f"beyond the plan it holds {held}\n\n" in explain(solution)

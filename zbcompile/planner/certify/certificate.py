@@ -21,6 +21,7 @@ from zbcompile.planner.certify.derive import Derivation, Facts, Witness, alike, 
 from zbcompile.planner.core.instance import Instance, is_chain
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import StageCost
+from zbcompile.schedule.held_gradients import held_sets, held_words
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
 from zbcompile.schedule.solution import Solution
@@ -136,12 +137,14 @@ def explain(solution: Solution) -> str:
     head = [
         f"{objective} of this order: {found.value_ns:,} ns, as simulated",
         f"no order has a {objective} below {found.bound_ns:,} ns ({found.method}): {status}",
-        "",
     ]
+    held = held_words(held_sets(solution.schedule))
+    if held:
+        head.append(f"beyond the plan it holds {held}")
     tail = [f"{'=':>8} {found.derived_ns:,} ns"]
     if not found.proved:
         tail.append("not proved again in the time given; the sum above is what holds without the solver")
-    return "\n".join([*head, *found.lines, *tail]) + "\n"
+    return "\n".join([*head, "", *found.lines, *tail]) + "\n"
 
 
 def _check_choice(solution: Solution) -> None:
