@@ -10,6 +10,7 @@ from zbcompile.errors import UsageError
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
 from zbcompile.schedule.ir import Placement, Schedule
+from zbcompile.schedule.limits import check_seed
 from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class CompileOptions:
         for name in ("num_microbatches", "num_ranks"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
+        check_seed(self.seed)
         _check_name("objective", self.objective, OBJECTIVES)
         _check_name("transport", self.transport, TRANSPORTS)
         if not isinstance(self.placement, Placement):

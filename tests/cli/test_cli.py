@@ -14,7 +14,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from zbcompile.cli.inputs import check_plannable, parse_caps, parse_placement, parse_time
+from zbcompile.cli.inputs import parse_caps, parse_placement, parse_time
 from zbcompile.cli.main import COMMANDS, build_parser, main
 from zbcompile.errors import UsageError
 from zbcompile.formats import measured_json, profile_json, schedule_json, torch_csv
@@ -23,7 +23,7 @@ from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.formats.schemas import SCHEMAS
 from zbcompile.planner.core.instance import to_schedule
 from zbcompile.planner.starts.classic import zb_h1
-from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.costs import Edge, Profile, StageCost
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
@@ -626,28 +626,29 @@ def test_the_variants_that_were_offered_are_in_the_file(capsys, tmp_path: Path) 
 
 
 def test_problems_that_no_time_limit_could_hold_are_refused_at_once(capsys, tmp_path: Path) -> None:
-    stage = StageCost.simple(3, 3, 2)
-    for count, microbatches, fits in ((257, 2, False), (4096, 2, False), (64, 513, False), (64, 512, True)):
-        problem = Problem.of(Profile.uniform(stage, count), num_microbatches=microbatches)
-        if fits:
-            check_plannable(problem, "p.json")
-            continue
-        with pytest.raises(UsageError, match="too large to plan"):
-            check_plannable(problem, "p.json")
-        path = tmp_path / "p.json"
-        path.write_text(profile_json.dumps(ProfileFile(problem.profile, num_microbatches=microbatches)))
+    """By the limits of the library (`zbcompile.schedule.limits`), with the file's name."""
+    stage, path = StageCost.simple(3, 3, 2), tmp_path / "p.json"
+    skips = (*(Edge(s, s + 1) for s in range(599)), Edge(0, 599))
+    for profile, microbatches, words in (
+        (Profile.uniform(stage, 64), 513, "at most 32768; given: 64 x 513 = 32832"),
+        (Profile((stage,) * 600, skips), 2, "at most 512 stages; given: 600"),
+    ):
+        path.write_text(profile_json.dumps(ProfileFile(profile, num_microbatches=microbatches)))
         for command in ("plan", "compare"):
             code, out, err = run(capsys, command, path)
             assert (code, out) == (2, "")
-            assert "at most 256 stages, and 32768 stages times microbatches" in err
+            assert words in err
+            assert "p.json" in err
+    path.write_text(profile_json.dumps(ProfileFile(Profile.uniform(stage, 2000), num_microbatches=2)))
+    code, _, err = run(capsys, "compare", path)
+    assert (code, "at most 1024 stages" in err) == (2, True)
     path = tmp_path / "s.json"
-    rows = [[Action(Kind.FORWARD, s, 0), Action(Kind.FULL_BACKWARD, s, 0)] for s in range(1000)]
-    wide = Problem.of(Profile.uniform(stage, 1000), num_microbatches=1)
+    rows = [[Action(Kind.FORWARD, s, 0), Action(Kind.FULL_BACKWARD, s, 0)] for s in range(600)]
+    wide = Problem.of(Profile((stage,) * 600, skips), num_microbatches=1)
     order, certificate = Schedule.of(wide.placement, 1, rows), Certificate("span", 9, 1, "work", {"rank": 0})
     path.write_text(schedule_json.dumps(ScheduleFile(order, wide, certificate)))
     code, _, err = run(capsys, "check", path, "--certificate")
-    assert code == 2
-    assert "too large to plan" in err
+    assert (code, "too many stages to plan" in err) == (2, True)
 
 
 HOLDING = """placement 0

@@ -335,6 +335,7 @@ def test_bad_arguments_are_refused_with_both_sides() -> None:
         ({"example_kwargs": [1]}, "example_kwargs must map"),
         ({"memory_limit": 4e9}, "memory_limit must be whole bytes"),
         ({"memory_limit": "4GiB"}, "memory_limit must be whole bytes"),
+        ({"seed": 1 << 31}, "(?s)seed is out of range.*0 to 2147483647; given: 2147483648"),
     ],
 )
 def test_arguments_of_the_wrong_type_are_refused_by_name(change: dict[str, Any], words: str) -> None:

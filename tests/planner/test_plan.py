@@ -14,6 +14,7 @@ from zbcompile.planner.compare import compare
 from zbcompile.planner.core.instance import Instance, to_schedule
 from zbcompile.planner.exact import proofs
 from zbcompile.planner.exact.model import ExactResult
+from zbcompile.planner.imported import rated
 from zbcompile.planner.incumbent import Incumbent, Progress
 from zbcompile.planner.placements import plan_auto
 from zbcompile.planner.plan import plan
@@ -22,6 +23,7 @@ from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.limits import MAX_AMOUNT, MOST_SEED, check_plannable
 from zbcompile.schedule.problem import Problem
 
 
@@ -149,11 +151,35 @@ def test_problems_too_large_for_any_limit_are_refused_with_the_most_that_is_plan
     for problem, words in (
         (big(4097, 1), "at most 4096 stages; given: 4097"),
         (big(600, 2, skips), "no plain chain.*at most 512 stages; given: 600"),
-        (big(64, 4096), "at most 131072; given: 262144"),
+        (big(64, 513), "at most 32768; given: 64 x 513 = 32832"),
     ):
         with pytest.raises(UsageError, match=f"(?s){words}"):
             plan(problem, time_limit_s=1)
         with pytest.raises(UsageError, match=f"(?s){words}"):
             plan_auto(problem, time_limit_s=1)
+    check_plannable(big(64, 512))
+    check_plannable(big(4096, 8))
     with pytest.raises(UsageError, match="(?s)too many stages to compare.*at most 1024"):
         compare(big(2000, 2), seconds_per_row=0.02)
+
+
+def test_seeds_and_sums_that_cannot_be_kept_are_refused_by_name() -> None:
+    problem = big(2, 2)
+    for seed in (-1, 1 << 31, 1.0, True):
+        for call in (plan, plan_auto, compare):
+            with pytest.raises(UsageError, match="(?s)seed.*needed: a whole number from 0 to 2147483647"):
+                call(problem, seed=seed)
+    plan(problem, seed=MOST_SEED, time_limit_s=1)
+    stage = StageCost.simple(MAX_AMOUNT // 128, 3, 2)
+    for wide, needed in (
+        (
+            Problem.of(Profile((stage, stage)), num_microbatches=64),
+            f"in at most {MAX_AMOUNT} ns; given: 9007",
+        ),
+        (Problem.of(Profile((StageCost.simple(3, 3, 2, 1 << 60),) * 2), num_microbatches=2), "bytes; given"),
+    ):
+        for call in (plan, plan_auto, compare):
+            with pytest.raises(UsageError, match=f"(?s)too large to add up.*{needed}"):
+                call(wide)
+        with pytest.raises(UsageError, match="too large to add up"):
+            rated(to_schedule(one_at_a_time(Instance.of(wide)), wide), wide)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from zbcompile.cli.inputs import check_plannable, load_scheduled, where_of
+from zbcompile.cli.inputs import load_scheduled, where_of
 from zbcompile.cli.shared_options import add_schedule_input
 from zbcompile.errors import CheckError, UsageError
 from zbcompile.formats.fields import format_json
@@ -13,6 +13,7 @@ from zbcompile.formats.streams import check_output, say, write_output
 from zbcompile.schedule.check import judge
 from zbcompile.schedule.event_graph import EventGraph
 from zbcompile.schedule.held_gradients import held_sets, held_words
+from zbcompile.schedule.limits import check_plannable
 from zbcompile.schedule.simulate import timeline_of
 from zbcompile.schedule.solution import Solution
 from zbcompile.show.summary import unit_problem

@@ -11,22 +11,19 @@ from typing import TYPE_CHECKING
 from zbcompile.errors import UsageError
 from zbcompile.formats import profile_json
 from zbcompile.formats.detect import load_schedule
-from zbcompile.formats.fields import MAX_AMOUNT
 from zbcompile.formats.files import read_text
 from zbcompile.formats.profile_json import ProfileFile
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.formats.streams import say
 from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.limits import MAX_AMOUNT, check_plannable
 from zbcompile.schedule.problem import Problem
 
 if TYPE_CHECKING:
     from fractions import Fraction
 
 __all__ = [
-    "MAX_PLANNED_CELLS",
-    "MAX_PLANNED_STAGES",
     "check_directory",
-    "check_plannable",
     "load_problem",
     "load_profile",
     "load_scheduled",
@@ -49,12 +46,6 @@ _UNITS = {
     "gib": 1 << 30,
     "tib": 1 << 40,
 }
-MAX_PLANNED_STAGES = 256
-"""Most stages of a problem that is planned: the bounds look at every pair of stages."""
-
-MAX_PLANNED_CELLS = 1 << 15
-"""Most stages times microbatches of a problem that is planned: 64 stages and 512 microbatches."""
-
 _TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 _NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?(?:[eE][0-9]{1,2})?)\s*([^\W\d]*%?)")
 
@@ -206,29 +197,8 @@ def load_problem(arguments: argparse.Namespace) -> Problem:
         objective=arguments.objective,
         transport=arguments.transport,
     )
-    profile_json.check_amount(problem.profile, problem.num_microbatches, where_of(arguments.profile))
     check_plannable(problem, where_of(arguments.profile))
     return problem.with_(caps=parse_caps(arguments.cap, problem)) if capped else problem
-
-
-def check_plannable(problem: Problem, where: str) -> None:
-    """Refuse problems so large that no search of them keeps its time limit, or fits into memory.
-
-    Raises
-    ------
-    UsageError
-        The problem has too many stages, or too many stages times microbatches.
-    """
-    stages, cells = problem.num_stages, problem.num_stages * problem.num_microbatches
-    if stages <= MAX_PLANNED_STAGES and cells <= MAX_PLANNED_CELLS:
-        return
-    raise UsageError(
-        "too large to plan",
-        where=where,
-        needed=f"at most {MAX_PLANNED_STAGES} stages, and {MAX_PLANNED_CELLS} stages times microbatches",
-        given=f"{stages} stages times {problem.num_microbatches} microbatches are {cells}",
-        fix="join neighbouring stages, or plan fewer microbatches",
-    )
 
 
 def _asked_placement(arguments: argparse.Namespace, file: ProfileFile) -> Placement | None:

@@ -11,6 +11,7 @@ from zbcompile.errors import UsageError
 from zbcompile.formats.files import Output
 from zbcompile.formats.streams import say, write_output
 from zbcompile.schedule.ir import MAX_COUNT
+from zbcompile.schedule.limits import MOST_SEED
 from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ __all__ = [
 MAX_COLUMNS = 2000
 """Widest picture. Four lanes of 64 ranks at this width take some seconds."""
 
-_MOST_SEED = (1 << 31) - 1
 _WHOLE = re.compile("[0-9]{1,18}")
 _DECIMAL = re.compile(r"([0-9]{1,18}(\.[0-9]{0,18})?|\.[0-9]{1,18})([eE][+-]?[0-9]{1,2})?")
 
@@ -132,7 +132,7 @@ def columns(text: str) -> int:
 
 def seed(text: str) -> int:
     """Read the seed of a search, which the solver keeps in 32 bits; raises as `positive`."""
-    return _whole(text, 0, _MOST_SEED)
+    return _whole(text, 0, MOST_SEED)
 
 
 def seconds(text: str) -> float:

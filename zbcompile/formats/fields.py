@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 from zbcompile.errors import FormatError, UsageError, printable
+from zbcompile.schedule.limits import MAX_AMOUNT
 
 __all__ = [
-    "MAX_AMOUNT",
     "Choice",
     "Fields",
     "format_json",
@@ -21,9 +21,6 @@ __all__ = [
     "plain",
     "readable",
 ]
-
-MAX_AMOUNT = (1 << 53) - 1
-"""Largest integer in a file: beyond it, other JSON readers lose digits. As nanoseconds, 104 days."""
 
 _MAX_TEXT = 1000
 _MAX_DEPTH = 16
@@ -89,8 +86,7 @@ def _render(value: object, indent: int) -> str:
 
 def _fill(values: Sequence[object], indent: int) -> Iterator[str]:
     pad, line = " " * indent, ""
-    for value in values:
-        text = _render(value, indent)
+    for text in _short_lists(values, indent) or (_render(value, indent) for value in values):
         if line and ("\n" in text or len(line) + len(text) + 2 > _LINE):
             yield line
             line = ""
@@ -100,6 +96,16 @@ def _fill(values: Sequence[object], indent: int) -> Iterator[str]:
             line = ""
     if line:
         yield line
+
+
+def _short_lists(values: Sequence[object], indent: int) -> list[str] | None:
+    """Return the texts of many short lists, encoded in one go; None where some value is not such a list."""
+    if not all(type(value) is list and len(value) <= _LINE for value in values):
+        return None
+    parts = _encode(values)[2:-2].split("], [")
+    if len(parts) != len(values) or max(map(len, parts)) + 2 + indent > _LINE:
+        return None  # lists within lists, or text that looks like the end of one
+    return [f"[{part}]" for part in parts]
 
 
 def guarded(build: Callable[[], T], where: str) -> T:

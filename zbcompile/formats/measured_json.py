@@ -6,10 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zbcompile.errors import FormatError
-from zbcompile.formats.fields import MAX_AMOUNT, Fields, format_json, integer, items, parse_json, readable
+from zbcompile.formats.fields import Fields, format_json, integer, items, parse_json, readable
 from zbcompile.formats.profile_json import MAX_STAGES
 from zbcompile.formats.schedule_json import action_from, action_to
 from zbcompile.schedule.ir import MAX_COUNT, Action, Kind
+from zbcompile.schedule.limits import MAX_AMOUNT
 
 __all__ = ["NAME", "Measured", "dumps", "loads"]
 

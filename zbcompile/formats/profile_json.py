@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zbcompile.errors import FormatError
 from zbcompile.formats.fields import (
-    MAX_AMOUNT,
     Choice,
     Fields,
     format_json,
@@ -20,6 +18,7 @@ from zbcompile.formats.fields import (
 )
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import MAX_COUNT, Placement
+from zbcompile.schedule.limits import check_amounts
 from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS, Objective, Problem, SendMode
 
 __all__ = [
@@ -38,8 +37,6 @@ VERSION = 1
 MAX_STAGES = 4096
 _MAX_VARIANTS = 64
 _MAX_LINKS = 1 << 16
-_MAX_HELD_BYTES = 1 << 61
-"""Sums of bytes that 64 bits hold with room to spare."""
 _MAX_CELLS = 1 << 20
 
 
@@ -230,9 +227,6 @@ def caps_from(value: object, where: str) -> tuple[int | None, ...]:
 def check_amount(profile: Profile, num_microbatches: int, where: str) -> None:
     """Refuse steps of too many actions, and amounts whose sum over a step is more than a file can say.
 
-    The sum of all times and travel times is the length of a step in which nothing overlaps: no order that
-    never waits without need is longer. So every time of every such order can be written, and be read again.
-
     Raises
     ------
     FormatError
@@ -243,47 +237,7 @@ def check_amount(profile: Profile, num_microbatches: int, where: str) -> None:
         raise FormatError(
             "too many stages times microbatches", where=where, needed=f"at most {_MAX_CELLS}", given=cells
         )
-    work_ns = sum(max(map(_longest_ns, (stage, *stage.variants))) for stage in profile.stages)
-    host_ns = 3 * profile.overhead_ns * profile.num_stages
-    total = num_microbatches * (work_ns + host_ns + _travel_ns(profile))
-    if total > MAX_AMOUNT:
-        raise FormatError(
-            "the times are too large to add up",
-            where=where,
-            needed=f"all actions and messages of a step in at most {MAX_AMOUNT} ns",
-            given=f"{total} ns",
-            fix="give times in nanoseconds; 2^53 - 1 of them are 104 days",
-        )
-    held = num_microbatches * sum(max(map(_most_bytes, (s, *s.variants))) for s in profile.stages)
-    held += sum(stage.static_bytes for stage in profile.stages)
-    if held > _MAX_HELD_BYTES:
-        raise FormatError(
-            "the bytes are too large to add up",
-            where=where,
-            needed=f"all that a step saves in at most {_MAX_HELD_BYTES} bytes",
-            given=f"{held} bytes",
-        )
-
-
-def _longest_ns(way: StageCost) -> int:
-    return way.forward_ns + max(way.backward_input_ns + way.backward_weight_ns, way.full_backward_ns)
-
-
-def _most_bytes(way: StageCost) -> int:
-    return way.saved_bytes + way.saved_for_weight_bytes
-
-
-def _travel_ns(profile: Profile) -> int:
-    """Return the travel time of all messages of a microbatch, each over the slowest link."""
-    links = {profile.link, *(link for _, link in profile.links)}
-    forward, backward = (
-        sum(max(link.transfer_ns(size) for link in links) * count for size, count in sizes.items())
-        for sizes in (
-            Counter(edge.forward_bytes for edge in profile.edges),
-            Counter(edge.backward_bytes for edge in profile.edges if edge.has_gradient),
-        )
-    )
-    return forward + backward
+    guarded(lambda: check_amounts(profile, num_microbatches), where)
 
 
 def _choice(fields: Fields, name: str, choices: Sequence[Choice]) -> Choice | None:

@@ -10,13 +10,11 @@ from zbcompile.planner.core.instance import to_schedule
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts.classic import orders_for
 from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.limits import MOST_COMPARED_STAGES, check_plannable, check_seed
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
 
-__all__ = ["MOST_STAGES", "Comparison", "compare", "verdict"]
-
-MOST_STAGES = 1024
-"""Most stages that are compared: every row takes a second or two by itself, whatever its time limit."""
+__all__ = ["Comparison", "compare", "verdict"]
 
 _FUSED = ("1F1B", "GPipe", "interleaved 1F1B")
 """Orders without zero bubble: what a user would run otherwise."""
@@ -98,17 +96,19 @@ def compare(problem: Problem, *, seconds_per_row: float = 2.0, seed: int = 0) ->
     InfeasibleError
         No order of the problem fits under its caps.
     UsageError
-        The time limit is negative, or there are more than `MOST_STAGES` stages.
+        The time limit is negative, or there are more than `MOST_COMPARED_STAGES` stages.
     """
     if seconds_per_row < 0:
         raise UsageError("a time limit cannot be negative", given=seconds_per_row)
-    if problem.num_stages > MOST_STAGES:
+    if problem.num_stages > MOST_COMPARED_STAGES:
         raise UsageError(
             "too many stages to compare every order for",
-            needed=f"at most {MOST_STAGES} stages",
+            needed=f"at most {MOST_COMPARED_STAGES} stages",
             given=problem.num_stages,
             fix="plan alone, or join neighbouring stages",
         )
+    check_plannable(problem)
+    check_seed(seed)
     problem = problem.with_(profile=problem.profile.choose((0,) * problem.num_stages))
     own = plan(problem, time_limit_s=3 * seconds_per_row, seed=seed)
     timeline = simulate(own.schedule, problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.schedule.check import checked_times
 from zbcompile.schedule.ir import Schedule
+from zbcompile.schedule.limits import check_amounts
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Certificate, Solution
 
@@ -18,7 +19,10 @@ def rated(schedule: Schedule, problem: Problem) -> Solution:
     ------
     CheckError
         The order is incomplete, out of order, can hang or exceeds a cap.
+    UsageError
+        The costs are too large to add up.
     """
+    check_amounts(problem.profile, problem.num_microbatches)
     value = checked_times(schedule, problem).value_ns
     bound = best_bound(problem)
     certificate = Certificate(

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from zbcompile.errors import InfeasibleError, UsageError
 from zbcompile.planner.core.instance import Fusing
 from zbcompile.planner.incumbent import PlanState, Progress
-from zbcompile.planner.plan import check_size, plan
+from zbcompile.planner.plan import plan
 from zbcompile.planner.variants import joint_bound
 from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.limits import check_plannable, check_seed
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
 
@@ -184,7 +185,8 @@ def plan_auto(
     InfeasibleError
         No placement fits under the caps; the error is that of the first placement.
     """
-    check_size(problem)
+    check_plannable(problem)
+    check_seed(seed)
     started, fusing = time.monotonic(), Fusing.of(fuse)
     order, tried, refused = [], [], None
     for rank, (name, placement) in enumerate(placements_for(problem, problem.num_ranks)):

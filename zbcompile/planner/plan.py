@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from zbcompile.errors import UsageError
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.blocking_send import blocking_send_bound
 from zbcompile.planner.core.instance import Fusing
@@ -28,54 +27,17 @@ from zbcompile.planner.starts.offset_key_orders import offset_key_orders
 from zbcompile.planner.starts.stretch import stretch
 from zbcompile.planner.variants import fixed, offers_variants, plan_variants
 from zbcompile.schedule.least_memory import check_caps
+from zbcompile.schedule.limits import check_plannable, check_seed
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
 
-__all__ = ["MOST_BRANCHING_STAGES", "MOST_CELLS", "MOST_STAGES", "Progress", "check_size", "plan"]
+__all__ = ["Progress", "plan"]
 
 _LONG = 2500
 """Actions beyond which several stages per rank are planned short first."""
 
 _BLOCKS = 12
 """The microbatches to repeat are a multiple of this, so that blocks of 1, 2, 3, 4, 6 and 12 will do."""
-
-
-MOST_STAGES = 4096
-"""Most stages of a problem that is planned."""
-
-MOST_BRANCHING_STAGES = 512
-"""Most stages where they branch or some edge has no gradient: bounds then look at all pairs of stages."""
-
-MOST_CELLS = 1 << 17
-"""Most stages times microbatches: one order of so many, made and judged, takes seconds by itself."""
-
-
-def check_size(problem: Problem) -> None:
-    """Refuse a problem that is too large for any time limit of some seconds.
-
-    Raises
-    ------
-    UsageError
-        Says which number is too large, and the most that is planned.
-    """
-    stages, cells = problem.num_stages, problem.num_stages * problem.num_microbatches
-    branches = any(e.target != e.source + 1 or not e.has_gradient for e in problem.profile.edges)
-    most = MOST_BRANCHING_STAGES if branches or len(problem.profile.edges) < stages - 1 else MOST_STAGES
-    if stages > most:
-        where = " where they are no plain chain" if most < MOST_STAGES else ""
-        raise UsageError(
-            f"too many stages to plan for{where}",
-            needed=f"at most {most} stages",
-            given=stages,
-            fix="join neighbouring stages",
-        )
-    if cells > MOST_CELLS:
-        raise UsageError(
-            "too many stages times microbatches to plan for",
-            needed=f"at most {MOST_CELLS}",
-            given=cells,
-            fix="plan fewer microbatches, or join neighbouring stages",
-        )
 
 
 def plan(
@@ -119,14 +81,16 @@ def plan(
     NoOrderError
         No order was found in the time given.
     UsageError
-        The choice of fusing is unknown, or the problem is too large (`check_size`).
+        The choice of fusing is unknown, the seed is out of range, or the problem is too large
+        (`zbcompile.schedule.limits`).
 
     Notes
     -----
     The limit cuts the search off between tries. Making, judging and bounding one order is never cut off: that
     takes about a second for every 20,000 stages times microbatches, three where sends hold up their rank.
     """
-    check_size(problem)
+    check_plannable(problem)
+    check_seed(seed)
     fusing = Fusing.of(fuse)
     if not offers_variants(problem):
         return _plan_order(problem, time_limit_s, seed, observer, fusing)
