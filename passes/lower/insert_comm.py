@@ -13,9 +13,12 @@ buffers. Both numbers bound the memory that messages hold. Rules and proof:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from zbcompile.errors import CheckError
+from zbcompile.passes.lower.slot_clock import SlotClock
+from zbcompile.schedule.check import is_well_formed
 from zbcompile.schedule.communication import insert_communication, insert_in_total_order
 from zbcompile.schedule.event_graph import EventGraph, describe_wait
 from zbcompile.schedule.ir import Schedule
@@ -82,23 +85,54 @@ def insert_comm(
     if problem.transport != "async":
         placed = insert_communication(schedule, problem)
         return CommSchedule(placed, None, _unbounded_value(placed, problem))
-    unbounded: CommSchedule | None = None
-    for depth, tried in _SLOTS_TRIED.items():
+    if is_well_formed(schedule.compute_only(), problem):
+        clock = SlotClock(schedule.compute_only(), problem)
+        return _fewest(schedule, problem, lambda depth: clock.placed(depth).value, compute_ns)
+
+    def by_graph(depth: int) -> Callable[[int | None], int | None]:
         placed = insert_communication(schedule, problem, depth)
+        return lambda slots: _value(placed, problem, slots)
+
+    return _fewest(schedule, problem, by_graph, compute_ns)
+
+
+def _fewest(
+    schedule: Schedule,
+    problem: Problem,
+    timed: Callable[[int], Callable[[int | None], int | None]],
+    compute_ns: int | None,
+) -> CommSchedule:
+    """Return the smallest pair of numbers that costs no time.
+
+    Parameters
+    ----------
+    timed
+        Receives posted ahead -> number of send slots -> value in ns, None where the ranks hang.
+    """
+    least: int | None = None
+    for depth, tried in _SLOTS_TRIED.items():
+        value_of = timed(depth)
         for slots in tried:
-            value = _value(placed, problem, slots)
+            value = value_of(slots)
             if value is not None and value == compute_ns:
-                return CommSchedule(placed, slots, value)
-            unbounded = unbounded or _unbounded(schedule, problem)
-            if value is not None and value <= unbounded.value_ns:
-                return CommSchedule(placed, slots, value)
-    return unbounded or _unbounded(schedule, problem)
+                return CommSchedule(insert_communication(schedule, problem, depth), slots, value)
+            if least is None:
+                least = timed(_everything(problem))(None)
+                if least is None:
+                    return _unbounded(schedule, problem)
+            if value is not None and value <= least:
+                return CommSchedule(insert_communication(schedule, problem, depth), slots, value)
+    return _unbounded(schedule, problem)
+
+
+def _everything(problem: Problem) -> int:
+    """Return a number of receives to post ahead that is that of all messages."""
+    return max(1, len(problem.profile.edges) * problem.num_microbatches)
 
 
 def _unbounded(schedule: Schedule, problem: Problem) -> CommSchedule:
     """Put in the communication with all receives posted at the start and any number of send slots."""
-    many = max(1, len(problem.profile.edges) * problem.num_microbatches)
-    placed = insert_communication(schedule, problem, many)
+    placed = insert_communication(schedule, problem, _everything(problem))
     return CommSchedule(placed, None, _unbounded_value(placed, problem))
 
 
@@ -120,7 +154,7 @@ def keep_comm(schedule: Schedule, problem: Problem) -> CommSchedule:
     return CommSchedule(schedule, None, least)
 
 
-def _value(schedule: Schedule, problem: Problem, send_slots: int) -> int | None:
+def _value(schedule: Schedule, problem: Problem, send_slots: int | None) -> int | None:
     """Return the predicted span or makespan, or None if that few slots make a cycle of waits."""
     graph = EventGraph(schedule, problem, send_slots)
     return None if graph.earliest() is None else timeline_of(graph).value_ns

@@ -12,11 +12,11 @@ from zbcompile.schedule.communication import lowered
 from zbcompile.schedule.event_graph import EventGraph, describe_wait
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.messages import Message
-from zbcompile.schedule.positions import Positions
+from zbcompile.schedule.positions import Key, Positions
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, memory_after, timeline_of
 
-__all__ = ["check", "checked_times", "faults", "judge"]
+__all__ = ["check", "checked_times", "faults", "is_well_formed", "judge"]
 
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _BEFORE = {
@@ -78,6 +78,29 @@ def judge(schedule: Schedule, problem: Problem) -> tuple[list[CheckError], Event
         return [error], None
     found = _deadlock(graph) or _memory(schedule, problem)
     return found, None if found else graph
+
+
+def is_well_formed(schedule: Schedule, problem: Problem) -> bool:
+    """Return whether an order is complete, and on every rank each action stands behind what it waits for.
+
+    Messages, deadlock between ranks and memory are not looked at: this needs no event graph.
+    """
+    if _shape(schedule, problem):
+        return False
+    positions = Positions(schedule)
+    if _complete(schedule, problem, positions) or _rank_order(positions):
+        return False
+    rank_of = problem.placement.rank_of
+    for edge in problem.profile.edges:
+        if rank_of[edge.source] != rank_of[edge.target]:
+            continue
+        made, used = positions.of(Kind.FORWARD, edge.source), positions.of(Kind.FORWARD, edge.target)
+        if any(made[i] > number for i, number in used.items()):
+            return False
+        made, used = positions.gradients(edge.target), positions.gradients(edge.source)
+        if edge.has_gradient and any(made[i] > number for i, number in used.items()):
+            return False
+    return True
 
 
 def _shape(schedule: Schedule, problem: Problem) -> list[CheckError]:
@@ -201,12 +224,18 @@ def _message_order(schedule: Schedule, problem: Problem) -> list[CheckError]:
     rank_of = problem.placement.rank_of
     sent: dict[tuple[int, int], list[Message]] = {}
     received: dict[tuple[int, int], list[Message]] = {}
+    routes: dict[Key, tuple[bool, int, int, list[Message]]] = {}
     for action in chain.from_iterable(schedule.order):
-        if action.kind.is_compute:
+        if action.peer is None:
             continue
-        message = Message.of(action)
-        channel = (rank_of[message.source], rank_of[message.target])
-        (sent if action.kind.is_send else received).setdefault(channel, []).append(message)
+        key = (action.kind, action.stage, action.peer)
+        if key not in routes:
+            backward, source, target, _ = Message.of(action)
+            ends = sent if action.kind.is_send else received
+            channel = (rank_of[source], rank_of[target])
+            routes[key] = backward, source, target, ends.setdefault(channel, [])
+        backward, source, target, messages = routes[key]
+        messages.append(Message(backward, source, target, action.microbatch))
     found = []
     for channel in sorted(set(sent) | set(received)):
         left, right = sent.get(channel, []), received.get(channel, [])

@@ -87,15 +87,19 @@ def insert_communication(schedule: Schedule, problem: Problem, depth: int = RECE
         slots = post_slots([use for _, _, use, _ in sent], 0 if batched else depth)
         for slot, (_, _, _, message) in zip(slots, sent, strict=True):
             receives[target].setdefault(slot, []).append(message.recv)
-    order = []
+    order, posts_first = [], problem.transport == "rendezvous"
     for rank, row in enumerate(schedule.order):
-        line: list[Action] = list(receives[rank].get(0, ()))
+        posted, first = receives[rank], positions.base[rank]
+        line: list[Action] = list(posted.get(0, ()))
         for k, action in enumerate(row):
             line.append(action)
-            messages = sends.get(positions.base[rank] + k, ())
-            sent_here = [m.send for m in sorted(messages, key=lambda m: m.target)]
-            posted_here = receives[rank].get(k + 1, [])
-            line += posted_here + sent_here if problem.transport == "rendezvous" else sent_here + posted_here
+            messages, posted_here = sends.get(first + k), posted.get(k + 1, ())
+            if posts_first:
+                line += posted_here
+            if messages:
+                line += [m.send for m in sorted(messages, key=itemgetter(2))]
+            if not posts_first:
+                line += posted_here
         order.append(line)
     return Schedule.of(schedule.placement, schedule.num_microbatches, order)
 
@@ -103,13 +107,14 @@ def insert_communication(schedule: Schedule, problem: Problem, depth: int = RECE
 def _check_ranks(schedule: Schedule, problem: Problem) -> None:
     """Refuse an action on another rank than its stage: its messages would go between other ranks."""
     rank_of = problem.placement.rank_of
-    for rank, position, action in schedule.actions():
-        if rank_of[action.stage] != rank:
-            raise CheckError(
-                f"{action} stands on the wrong rank",
-                where=f"rank {rank}, position {position}",
-                fix=f"move it to rank {rank_of[action.stage]}",
-            )
+    for rank, row in enumerate(schedule.order):
+        for position, action in enumerate(row):
+            if rank_of[action.stage] != rank:
+                raise CheckError(
+                    f"{action} stands on the wrong rank",
+                    where=f"rank {rank}, position {position}",
+                    fix=f"move it to rank {rank_of[action.stage]}",
+                )
 
 
 def _uses(problem: Problem, positions: Positions) -> Iterator[tuple[Message, int, int]]:

@@ -37,6 +37,10 @@ from zbcompile.schedule.rules import Rules, durations, predecessors
 __all__ = ["EventGraph", "describe_wait"]
 
 
+_FAR = 1 << 100
+"""Later than any time: what no rank's end bounds."""
+
+
 class _Route(NamedTuple):
     """What the messages of one kind between two stages have in common.
 
@@ -170,33 +174,41 @@ class EventGraph:
         sent: dict[tuple[int, int], list[int]] = {}
         busy: dict[tuple[int, int], int] = {}
         edges = {(edge.source, edge.target): edge for edge in self.problem.profile.edges}
+        duration, successors, transfer_of = self.duration, self.successors, self.transfer_of
+        slots, received = self.send_slots, []
         for node, action in enumerate(chain.from_iterable(self.schedule.order)):
-            if not action.kind.is_send:
+            kind = action.kind
+            if kind.is_compute:
                 continue
-            key = (action.kind, action.stage, action.peer)
+            if kind.is_recv:
+                received.append((node, action))
+                continue
+            key = (kind, action.stage, action.peer)
             if key not in routes:
                 routes[key] = self._route(action, edges)
             channel, lag, taken, receives = routes[key]
             receive = receives.get(action.microbatch)
             if receive is None:
                 raise _missing(Message.of(action).recv, Message.of(action))
-            transfer = len(self.duration)
-            self.duration.append(lag)
-            self.successors.append([])
+            transfer = len(duration)
+            duration.append(lag)
+            successors.append([])
             self.carried.append(action)
-            self.transfer_of[node] = self.transfer_of[receive] = transfer
-            self._edge(node, transfer, 0)
-            self._edge(receive, transfer, 0)
-            earlier = sent.setdefault(channel, [])
-            if earlier:
-                self._edge(earlier[-1], transfer, busy[channel])
-            if self.send_slots is not None and len(earlier) >= self.send_slots:
-                last = earlier[-self.send_slots]
-                self._edge(last, node, self.duration[last])
+            transfer_of[node] = transfer_of[receive] = transfer
+            successors[node].append((transfer, 0))
+            successors[receive].append((transfer, 0))
+            earlier = sent.get(channel)
+            if earlier is None:
+                earlier = sent[channel] = []
+            else:
+                successors[earlier[-1]].append((transfer, busy[channel]))
+            if slots is not None and len(earlier) >= slots:
+                last = earlier[-slots]
+                successors[last].append((node, duration[last]))
             earlier.append(transfer)
             busy[channel] = taken
-        for node, action in enumerate(chain.from_iterable(self.schedule.order)):
-            if action.kind.is_recv and self.transfer_of[node] < 0:
+        for node, action in received:
+            if transfer_of[node] < 0:
                 raise _missing(Message.of(action).send, action)
 
     def _route(self, send: Action, edges: Mapping[tuple[int, int], Edge]) -> _Route:
@@ -233,9 +245,10 @@ class EventGraph:
         return [Message.of(self.carried[node - actions]) for node in nodes]
 
     def _add_order(self) -> None:
+        successors, duration = self.successors, self.duration
         for nodes in self.node_of:
-            for before, after in zip(nodes, nodes[1:], strict=False):
-                self._edge(before, after, self.duration[before])
+            for before in nodes[:-1]:
+                successors[before].append((before + 1, duration[before]))
         if self.problem.transport != "async":
             self._add_holds()
 
@@ -349,7 +362,7 @@ class EventGraph:
         early
             What `earliest` returned.
         """
-        late: list[int | None] = [None] * len(early)
+        late, successors = [_FAR] * len(early), self.successors
         firsts: list[int | None] = []
         for nodes in self.node_of:
             compute = [node for node in nodes if self.transfer_of[node] < 0]
@@ -358,12 +371,11 @@ class EventGraph:
                 late[compute[-1]] = early[compute[-1]]
         for node in reversed(self._order()):
             best = late[node]
-            for after, weight in self.successors[node]:
-                limit = late[after]
-                if limit is not None and (best is None or limit - weight < best):
-                    best = limit - weight
+            for after, weight in successors[node]:
+                if late[after] - weight < best:
+                    best = late[after] - weight
             late[node] = best
-        return [0 if n is None else (late[n] or 0) for n in firsts]
+        return [0 if n is None else late[n] for n in firsts]
 
     def times(self, rank: int, start: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return starts and ends of a rank's actions in ns; a send or receive has those of its transfer."""

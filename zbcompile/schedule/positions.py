@@ -36,15 +36,16 @@ class Positions:
         self.base = [0]
         self.position = [k for row in schedule.order for k in range(len(row))]
         self.rows: dict[Key, dict[int, int]] = {}
-        rows, number = self.rows, 0
+        rows = self.rows
         for row in schedule.order:
-            for action in row:
+            for number, action in enumerate(row, self.base[-1]):
                 key = (action.kind, action.stage, action.peer)
-                if key not in rows:
-                    rows[key] = {}
-                rows[key].setdefault(action.microbatch, number)
-                number += 1
-            self.base.append(number)
+                numbers = rows.get(key)
+                if numbers is None:
+                    rows[key] = {action.microbatch: number}
+                elif action.microbatch not in numbers:
+                    numbers[action.microbatch] = number
+            self.base.append(self.base[-1] + len(row))
 
     def of(self, kind: Kind, stage: int, peer: int | None = None) -> Mapping[int, int]:
         """Return microbatch -> number of one kind, stage and peer; empty when there is no such action."""

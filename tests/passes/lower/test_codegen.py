@@ -18,16 +18,17 @@ from zbcompile.passes.lower.codegen import emit
 from zbcompile.passes.lower.fold import Loop, fold
 from zbcompile.passes.lower.insert_comm import insert_comm
 from zbcompile.passes.lower.merge_backward import merge_backward
-from zbcompile.planner.core.instance import Fusing, shaped, to_schedule
+from zbcompile.passes.lower.slot_clock import SlotClock
+from zbcompile.planner.core.instance import Fusing, is_numbered, shaped, to_codes, to_schedule
 from zbcompile.planner.starts.classic import one_f_one_b
 from zbcompile.runtime.program import Program
-from zbcompile.schedule.check import check, judge
+from zbcompile.schedule.check import check, is_well_formed, judge
 from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.event_graph import EventGraph
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
-from zbcompile.schedule.problem import Problem
-from zbcompile.schedule.simulate import memory_peaks, simulate
+from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS, Problem
+from zbcompile.schedule.simulate import memory_peaks, simulate, timeline_of
 from zbcompile.schedule.solution import Certificate
 
 _KIND_OF = {
@@ -240,6 +241,9 @@ def test_judgements_of_merges_are_counted(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(merge_module, "judge", counted)
     assert merge_backward(schedule, problem) == free
+    assert judged == []  # the planner's own clock is faster and says the same
+    monkeypatch.setattr(merge_module, "_quick_times", lambda *_: None)
+    assert merge_backward(schedule, problem) == free
     assert len(judged) > 8
     judged.clear()
     actions = sum(map(len, schedule.order))
@@ -248,6 +252,57 @@ def test_judgements_of_merges_are_counted(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(judged) <= 8
     check(merged, problem)
     assert value == simulate(merged, problem).value_ns <= simulate(schedule, problem).value_ns
+
+
+@given(problems(), st.randoms(use_true_random=False), st.sampled_from(TRANSPORTS), st.booleans())
+def test_the_quick_clock_of_merges_changes_nothing(
+    problem: Problem, random: Any, transport: str, numbered: bool
+) -> None:
+    """Orders numbered as the planner does it, and others, are merged as the judge alone would have it."""
+    schedule = greedy_order(problem, random, fuse=0.1)
+    problem = problem.with_(transport=transport, caps=tuple(memory_peaks(schedule, problem)))
+    if numbered:
+        schedule = to_schedule(to_codes(schedule), problem)
+    assert is_numbered(schedule) == (to_schedule(to_codes(schedule), problem) == schedule)
+    results = []
+    for quick in (merge_module._quick_times, lambda *_: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(merge_module, "_quick_times", quick)
+            try:
+                results.append(merge_module.merge_backward_timed(schedule, problem))
+            except CheckError as error:
+                results.append(str(error))
+    assert results[0] == results[1]
+
+
+@given(problems(), st.randoms(use_true_random=False), st.sampled_from([1, 2, 3, 99]))
+def test_the_slot_clock_equals_the_event_graph(problem: Problem, random: Any, depth: int) -> None:
+    schedule = greedy_order(problem, random)
+    assert is_well_formed(schedule, problem)
+    placed = insert_communication(schedule, problem, depth)
+    order = SlotClock(schedule, problem).placed(depth)
+    for slots in (1, 2, 3, None):
+        for objective in OBJECTIVES:
+            asked = problem.with_(objective=objective)
+            graph = EventGraph(placed, asked, slots)
+            value = None if graph.earliest() is None else timeline_of(graph).value_ns
+            order.clock.objective = objective
+            assert order.value(slots) == value
+
+
+@given(problems(), st.randoms(use_true_random=False))
+def test_orders_that_are_not_well_formed_are_faulty(problem: Problem, random: Any) -> None:
+    """Whatever the clocks are not asked about, the judge refuses; what it takes, they are asked about."""
+    schedule = greedy_order(problem, random)
+    rows = [list(row) for row in schedule.order]
+    row = random.choice(rows)
+    where = random.randrange(len(row))
+    action = row.pop(where)
+    if random.random() < 0.8:
+        row.insert(random.randrange(len(row) + 1), action)
+    changed = Schedule.of(schedule.placement, schedule.num_microbatches, rows)
+    found, _ = judge(changed, problem)
+    assert is_well_formed(changed, problem) or found
 
 
 @given(problems(), st.randoms(use_true_random=False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +22,7 @@ __all__ = [
     "Op",
     "W",
     "is_chain",
+    "is_numbered",
     "is_path",
     "shaped",
     "to_codes",
@@ -186,6 +188,27 @@ def to_schedule(codes: Sequence[Sequence[tuple[int, int]]], problem: Problem) ->
             actions.append(Action(KINDS[kind], stage, microbatch))
         order.append(actions)
     return Schedule.of(problem.placement, problem.num_microbatches, order)
+
+
+def is_numbered(schedule: Schedule) -> bool:
+    """Return whether a compute order numbers its microbatches as `to_schedule` does."""
+    for row in schedule.order:
+        count: dict[tuple[bool, int], int] = {}
+        waiting: dict[int, deque[int]] = {}
+        for action in row:
+            kind, stage, microbatch = action.kind, action.stage, action.microbatch
+            if kind is Kind.BACKWARD_WEIGHT:
+                first = waiting.get(stage)
+                if not first or first.popleft() != microbatch:
+                    return False
+                continue
+            key = (kind is Kind.FORWARD, stage)
+            if microbatch != count.get(key, 0):
+                return False
+            count[key] = microbatch + 1
+            if kind is Kind.BACKWARD_INPUT:
+                waiting.setdefault(stage, deque()).append(microbatch)
+    return True
 
 
 def to_codes(schedule: Schedule) -> Codes:

@@ -5,17 +5,46 @@ Equal to `zbcompile.planner.core.score` by test.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from zbcompile.planner.core.instance import Codes, Instance
 from zbcompile.planner.core.kernel import evaluate_line, gaps_at, scratch_size, stays_legal
-from zbcompile.planner.core.tables import Tables, Vector, pack, vector
+from zbcompile.planner.core.score import value_of
+from zbcompile.planner.core.tables import HAVE_NUMBA, Tables, Vector, pack, vector
+from zbcompile.planner.core.times import Clock
+from zbcompile.schedule.problem import Problem
 
-__all__ = ["Score", "Scored", "Scorer"]
+__all__ = ["Score", "Scored", "Scorer", "fast_value"]
+
+_MOST_SCORE = 1 << 63
 
 Score = tuple[int, int]
 """(objective in ns, tie-breaking score). The second is 100 p times the first plus the sum over the ranks."""
 
 Scored = tuple[int, int, Codes]
 """(objective in ns, tie-breaking score, order)."""
+
+
+def fast_value(problem: Problem) -> Callable[[Codes], int | None]:
+    """Return the fastest clock for the value of the problem's orders in ns; it says None on deadlock.
+
+    Equal to `zbcompile.schedule.simulate` by test.
+    """
+    if problem.transport != "async":
+        return Clock.of(problem).value
+    instance = Instance.of(problem)
+    work = sum(instance.forward) + sum(instance.backward) + sum(instance.weight) + sum(instance.fused)
+    travel = sum(lag for row in (*instance.forward_from, *instance.backward_from) for _, lag in row)
+    longest = instance.num_microbatches * (work + travel)
+    if not HAVE_NUMBA or 101 * instance.num_ranks * longest >= _MOST_SCORE:
+        return lambda codes: value_of(instance, codes)
+    scorer = Scorer(instance)
+
+    def value(codes: Codes) -> int | None:
+        score = scorer.score(codes)
+        return None if score is None else score[0]
+
+    return value
 
 
 class Scorer:
