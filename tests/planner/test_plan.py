@@ -17,7 +17,7 @@ from zbcompile.planner.exact.model import ExactResult
 from zbcompile.planner.imported import rated
 from zbcompile.planner.incumbent import Incumbent, Progress
 from zbcompile.planner.placements import plan_auto
-from zbcompile.planner.plan import plan
+from zbcompile.planner.plan import plan, try_orders_of_async
 from zbcompile.planner.starts.classic import orders_for
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.schedule.check import check
@@ -25,6 +25,7 @@ from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.limits import MAX_AMOUNT, MOST_SEED, check_plannable
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import simulate
 
 
 @pytest.mark.parametrize("row", range(6))
@@ -183,3 +184,20 @@ def test_seeds_and_sums_that_cannot_be_kept_are_refused_by_name() -> None:
                 call(wide)
         with pytest.raises(UsageError, match="too large to add up"):
             rated(to_schedule(one_at_a_time(Instance.of(wide)), wide), wide)
+
+
+@pytest.mark.parametrize("placement", [Placement.v(2), Placement.looped(2)])
+def test_blocking_sends_begin_no_worse_than_what_is_planned_without(placement: Placement) -> None:
+    """Several stages per rank: what is planned for sends that hold up nobody is offered."""
+    stage = StageCost.simple(15, 14, 9, 20, 9)
+    problem = Problem.of(Profile.uniform(stage, 4, 1), placement, 4, 160, "span", "rendezvous")
+    incumbent = Incumbent(problem, best_bound(problem), time_limit_s=60)
+    try_orders_of_async(incumbent, 0)
+    free = plan(problem.with_(transport="async"), time_limit_s=30)
+    assert incumbent.value is not None
+    assert incumbent.value <= simulate(free.schedule, problem).value_ns
+    assert incumbent.origin.startswith("as if async")
+    alone = problem.with_(placement=Placement.linear(4), caps=(160,) * 4)
+    incumbent = Incumbent(alone, best_bound(alone), time_limit_s=60)
+    try_orders_of_async(incumbent, 0)
+    assert incumbent.value is None

@@ -138,6 +138,7 @@ def _find(incumbent: Incumbent, seed: int, time_limit_s: float) -> None:
     tries = max(60, min(300, 150_000 // actions)) if problem.transport == "async" else 12
     try_list_schedules(incumbent, tries=tries, seed=seed)
     try_coarse(incumbent, tries=tries // 2, seed=seed)
+    try_orders_of_async(incumbent, seed)
     if auto:
         share = 0.3 if problem.transport == "async" else 0.9
         improve_fusing(incumbent, tries=fusing_tries(actions) * level, seed=seed, share=share)
@@ -162,6 +163,22 @@ def try_coarse(incumbent: Incumbent, tries: int, seed: int) -> None:
     for _, codes in inner.pool:
         origin = f"merged stages, {inner.origin}" if codes is inner.codes else "merged stages"
         incumbent.offer(taken_apart(codes, incumbent.problem), origin)
+
+
+def try_orders_of_async(incumbent: Incumbent, seed: int) -> None:
+    """Under ``rendezvous`` with several stages per rank, offer what is planned for ``async``.
+
+    Under ``batched`` such orders deadlock or are longer than what the same time finds otherwise.
+    """
+    problem = incumbent.problem
+    if incumbent.done or problem.transport != "rendezvous" or problem.num_stages == problem.num_ranks:
+        return
+    problem, seconds = problem.with_(transport="async"), incumbent.seconds_left / 2
+    inner = Incumbent(problem, best_bound(problem), time_limit_s=seconds, fusing=incumbent.fusing)
+    _find(inner, seed, seconds)
+    for _, codes in inner.pool:
+        origin = f"as if async, {inner.origin}" if codes is inner.codes else "as if async"
+        incumbent.offer(codes, origin)
 
 
 def quick_value(problem: Problem, seed: int, fusing: Fusing) -> int | None:

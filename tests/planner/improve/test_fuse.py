@@ -102,6 +102,16 @@ def test_the_event_graph_gives_the_known_figures_within_a_thousandth(
         assert zb_h1_with(problem, choice) == pytest.approx(expected * MS, rel=1e-3)
 
 
+@pytest.mark.parametrize("times", [(17, 12, 19, 28), (13, 15, 11, 23), (15, 15, 19, 31)])
+def test_the_rule_of_thumb_is_tried_even_where_no_time_is_left(times: tuple[int, ...]) -> None:
+    """BW saves 3, and no W of a published order fills a gap as well: they are up to a twentieth longer."""
+    p, m = 4, 12
+    problem = Problem.of(Profile.uniform(StageCost(*times, 4, 2), p), None, m, None, "makespan")
+    solution = plan(problem, time_limit_s=0)
+    assert solution.certificate.value_ns <= zb_h1_with(problem, "rule")
+    assert plan(problem, time_limit_s=0, fuse="never").certificate.value_ns > zb_h1_with(problem, "rule")
+
+
 def splits_of(codes: Codes, stage: int) -> list[int]:
     """Microbatches of a stage that are split."""
     backwards = [kind for row in codes for kind, s in row if s == stage and kind in (B, BW)]

@@ -9,6 +9,7 @@ together, since fusing frees memory for further F's.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -38,6 +39,9 @@ from zbcompile.planner.starts.list_schedule import Recipe, standard_limits
 from zbcompile.planner.starts.offset_key_orders import offset_key_orders
 
 __all__ = ["fusing_matters", "fusing_tries", "improve_fusing"]
+
+_RULE_ACTIONS = 40_000
+"""Most actions in all of the rule's forms that are offered: a fraction of a second."""
 
 
 def fusing_matters(instance: Instance, transport: str) -> bool:
@@ -75,7 +79,10 @@ def improve_fusing(
     whole
         Whether to start from whole patterns and list schedules as well as from the best order so far.
     """
-    if incumbent.done or not fusing_matters(incumbent.instance, incumbent.problem.transport):
+    if incumbent.proved or not fusing_matters(incumbent.instance, incumbent.problem.transport):
+        return
+    if incumbent.done:
+        _offer_rule(incumbent)
         return
     search = _Search(incumbent, tries, seed, share)
     try:
@@ -90,6 +97,21 @@ def improve_fusing(
         search.settle_ties()
     finally:
         search.hand_over()
+
+
+def _offer_rule(incumbent: Incumbent) -> None:
+    """Offer the rule of thumb where no time is left for a search: long orders in fewer forms.
+
+    Does nothing if a rank has several stages.
+    """
+    instance = incumbent.instance
+    if any(len(stages) != 1 for stages in instance.stages_of):
+        return
+    actions = 3 * instance.num_stages * instance.num_microbatches
+    rule = window_choices(instance)[0]
+    forms = (pattern for pattern in fused_patterns(instance) if pattern.windows == rule)
+    for pattern in itertools.islice(forms, max(1, _RULE_ACTIONS // actions)):
+        incumbent.offer(pattern.codes(instance), "rule of thumb")
 
 
 class _Search:
