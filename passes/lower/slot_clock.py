@@ -18,13 +18,14 @@ from zbcompile.schedule.rules import durations
 
 __all__ = ["SlotClock"]
 
-_COMPUTE, _SEND, _RECV = range(3)
+_COMPUTE, _SEND, _RECV, _TRANSFER = range(4)
 _FAR = 1 << 62
 _SIDE = {Kind.FORWARD: 0, Kind.BACKWARD_INPUT: 1, Kind.FULL_BACKWARD: 1}
 """Which messages an action sends and uses: activations (0) or gradients (1); a W neither."""
 
-_Op = tuple[int, int, tuple[int, ...]]
-"""Compute, its time in ns and the messages that it uses; or send or receive, and its message."""
+_Op = tuple[int, int, int, tuple[int, ...]]
+"""Compute, its rank, its time in ns, the messages that it uses. Or send or receive, its rank, its message. Or
+transfer, -1, its message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,11 @@ class SlotClock:
         self.busy: list[int] = []
         self.place: list[tuple[list[int], int]] = []
         self._connect(problem)
-        self.sends = [[self._sent(a.kind, a.stage, a.microbatch) for a in row] for row in schedule.order]
+        self.sends = [
+            [self._sent(rank, a.kind, a.stage, a.microbatch) for a in row]
+            for rank, row in enumerate(schedule.order)
+        ]
+        self.transfers: list[_Op] = [(_TRANSFER, -1, message, ()) for message in range(len(self.lag))]
         self.before = [channel[k - 1] if k else -1 for channel, k in self.place]
         self.after = [channel[k + 1] if k + 1 < len(channel) else -1 for channel, k in self.place]
         self.use = [-1] * len(self.lag)
@@ -100,7 +105,7 @@ class SlotClock:
             self.out[side][source].append(route)
             self.into[side][target].append(route)
 
-    def _sent(self, kind: Kind, stage: int, microbatch: int) -> tuple[_Op, ...]:
+    def _sent(self, rank: int, kind: Kind, stage: int, microbatch: int) -> tuple[_Op, ...]:
         """Number the messages that an action sends, in the order of their target stages."""
         side = _SIDE.get(kind)
         if side is None:
@@ -113,13 +118,13 @@ class SlotClock:
             self.busy.append(route.busy)
             self.place.append((route.channel, len(route.channel)))
             route.channel.append(number)
-            ops.append((_SEND, number, ()))
+            ops.append((_SEND, rank, number, ()))
         return tuple(ops)
 
     def _computed(self, schedule: Schedule, problem: Problem) -> list[list[_Op]]:
         """Return the compute actions with the messages that they use, and note the place of every use."""
         times, rows = durations(problem), []
-        for row in schedule.order:
+        for rank, row in enumerate(schedule.order):
             ops: list[_Op] = []
             for k, action in enumerate(row):
                 kind, stage, microbatch = action.kind, action.stage, action.microbatch
@@ -128,7 +133,7 @@ class SlotClock:
                 needs = tuple([route.number[microbatch] for route in routes])
                 for message in needs:
                     self.use[message] = k
-                ops.append((_COMPUTE, times[kind][stage], needs))
+                ops.append((_COMPUTE, rank, times[kind][stage], needs))
             rows.append(ops)
         return rows
 
@@ -138,7 +143,7 @@ class SlotClock:
         for (_, target), channel in sorted(self.channels.items()):
             slots = post_slots([self.use[message] for message in channel], depth)
             for message, slot in zip(channel, slots, strict=True):
-                posts[target].setdefault(slot, []).append((_RECV, message, ()))
+                posts[target].setdefault(slot, []).append((_RECV, target, message, ()))
         rows = []
         for rank, (ops, sends) in enumerate(zip(self.compute, self.sends, strict=True)):
             row, posted = list(posts[rank].get(0, ())), posts[rank]
@@ -159,7 +164,7 @@ class PlacedOrder:
     rows
         Per rank, its actions.
     ends
-        Per rank, the positions of its first and its last compute action; -1 where it has none.
+        Per rank, its first and its last compute action; None where it has none.
     """
 
     def __init__(self, clock: SlotClock, rows: list[list[_Op]]) -> None:
@@ -180,10 +185,9 @@ class PlacedOrder:
         return max(run.spans()) if self.clock.objective == "span" else max(run.end)
 
 
-def _first_and_last(row: list[_Op]) -> tuple[int, int]:
-    first = next((k for k, op in enumerate(row) if op[0] == _COMPUTE), -1)
-    last = next((k for k in range(len(row) - 1, -1, -1) if row[k][0] == _COMPUTE), -1)
-    return first, last
+def _first_and_last(row: list[_Op]) -> tuple[_Op | None, _Op | None]:
+    first = next((op for op in row if op[0] == _COMPUTE), None)
+    return first, next((op for op in reversed(row) if op[0] == _COMPUTE), None)
 
 
 class _Run:
@@ -200,7 +204,7 @@ class _Run:
     waiting, queue
         Message -> the ranks that wait for it, and the ranks that can go on.
     trail
-        All actions as (rank, position) and all transfers as (-1, message), in topological order.
+        All actions and transfers in topological order.
     """
 
     def __init__(self, order: PlacedOrder, send_slots: int | None) -> None:
@@ -214,7 +218,7 @@ class _Run:
         self.at, self.now, self.end = [0] * ranks, [0] * ranks, [0] * ranks
         self.waiting: dict[int, list[int]] = {}
         self.queue = deque(range(ranks))
-        self.trail: list[tuple[int, int]] = []
+        self.trail: list[_Op] = []
 
     def go(self) -> bool:
         """Run all ranks as far as they get; return whether that is to the end."""
@@ -231,7 +235,8 @@ class _Run:
         room, note, last = self.room, self.trail.append, self.order.ends[rank][1]
         now = self.now[rank]
         for k in range(self.at[rank], len(row)):
-            what, number, needs = row[k]
+            op = row[k]
+            what, _, number, needs = op
             if what == _COMPUTE:
                 for message in needs:
                     start = begin[message]
@@ -241,8 +246,8 @@ class _Run:
                     if start + lag[message] > now:
                         now = start + lag[message]
                 now += number
-                note((rank, k))
-                if k == last:
+                note(op)
+                if op is last:
                     self.end[rank] = now
                 continue
             if what == _RECV:
@@ -255,7 +260,7 @@ class _Run:
                         return earlier
                     now = max(now, begin[earlier] + lag[earlier])
                 sent[number] = now
-            note((rank, k))
+            note(op)
             if sent[number] >= 0 and posted[number] >= 0:
                 self._transfer(number)
         self.at[rank], self.now[rank] = len(row), now
@@ -271,7 +276,7 @@ class _Run:
                     return
                 start = max(start, begin[before] + clock.busy[before])
             begin[message] = start
-            self.trail.append((-1, message))
+            self.trail.append(clock.transfers[message])
             if message in self.waiting:
                 self.queue.extend(self.waiting.pop(message))
             message = clock.after[message]
@@ -281,21 +286,21 @@ class _Run:
         rows, ends, room = self.rows, self.order.ends, self.room
         lag, busy, before = self.clock.lag, self.clock.busy, self.clock.before
         limit, late, first = [_FAR] * len(lag), [_FAR] * len(rows), [0] * len(rows)
-        for rank, k in reversed(self.trail):
-            if rank < 0:
-                earlier = before[k]
-                if earlier >= 0 and limit[k] - busy[earlier] < limit[earlier]:
-                    limit[earlier] = limit[k] - busy[earlier]
-                continue
-            what, number, needs = rows[rank][k]
+        for op in reversed(self.trail):
+            what, rank, number, needs = op
             if what == _COMPUTE:
-                start = (self.end[rank] if k == ends[rank][1] else late[rank]) - number
+                start = (self.end[rank] if op is ends[rank][1] else late[rank]) - number
                 for message in needs:
                     if start - lag[message] < limit[message]:
                         limit[message] = start - lag[message]
                 late[rank] = start
-                if k == ends[rank][0]:
+                if op is ends[rank][0]:
                     first[rank] = start
+                continue
+            if what == _TRANSFER:
+                earlier = before[number]
+                if earlier >= 0 and limit[number] - busy[earlier] < limit[earlier]:
+                    limit[earlier] = limit[number] - busy[earlier]
                 continue
             if limit[number] < late[rank]:
                 late[rank] = limit[number]

@@ -153,6 +153,7 @@ def test_problems_too_large_for_any_limit_are_refused_with_the_most_that_is_plan
         (big(4097, 1), "at most 4096 stages; given: 4097"),
         (big(600, 2, skips), "no plain chain.*at most 512 stages; given: 600"),
         (big(64, 513), "at most 32768; given: 64 x 513 = 32832"),
+        (big(64, 257).with_(transport="batched"), "under batched.*at most 16384; given: 64 x 257 = 16448"),
     ):
         with pytest.raises(UsageError, match=f"(?s){words}"):
             plan(problem, time_limit_s=1)
@@ -160,6 +161,7 @@ def test_problems_too_large_for_any_limit_are_refused_with_the_most_that_is_plan
             plan_auto(problem, time_limit_s=1)
     check_plannable(big(64, 512))
     check_plannable(big(4096, 8))
+    check_plannable(big(64, 256).with_(transport="rendezvous"))
     with pytest.raises(UsageError, match="(?s)too many stages to compare.*at most 1024"):
         compare(big(2000, 2), seconds_per_row=0.02)
 

@@ -87,7 +87,8 @@ def plan(
     Notes
     -----
     The limit cuts the search off between tries. Making, judging and bounding one order is never cut off: that
-    takes about a second for every 20,000 stages times microbatches, three where sends hold up their rank.
+    takes about a second for every 20,000 stages times microbatches, three where sends hold up their rank. The
+    limits on the size keep it to twice the time limit and two seconds.
     """
     check_plannable(problem)
     check_seed(seed)

@@ -65,15 +65,15 @@ def faults(schedule: Schedule, problem: Problem) -> list[CheckError]:
 
 def judge(schedule: Schedule, problem: Problem) -> tuple[list[CheckError], EventGraph | None]:
     """Return the faults and, where there are none, the event graph; `timeline_of` gives its times."""
-    found = _shape(schedule, problem)
+    found, positions = _shape(schedule, problem), Positions(schedule)
     if not found:
-        positions = Positions(schedule)
         found = _complete(schedule, problem, positions) or _rank_order(positions)
     found = found or _message_order(schedule, problem)
     if found:
         return found, None
     try:
-        graph = EventGraph(lowered(schedule, problem), problem)
+        timed = lowered(schedule, problem)
+        graph = EventGraph(timed, problem, positions=positions if timed is schedule else None)
     except CheckError as error:
         return [error], None
     found = _deadlock(graph) or _memory(schedule, problem)

@@ -102,6 +102,8 @@ class EventGraph:
         with a single communicator).
     implied_edges
         Also add data edges that a rank's order already implies. Times and cycles are the same without them.
+    positions
+        The numbers of the schedule's actions, where they are known.
 
     Attributes
     ----------
@@ -133,10 +135,11 @@ class EventGraph:
         one_communicator: bool = False,
         *,
         implied_edges: bool = False,
+        positions: Positions | None = None,
     ) -> None:
         self.schedule, self.problem, self.send_slots = schedule, problem, send_slots
         self.one_communicator, self.implied_edges = one_communicator, implied_edges
-        self.positions = Positions(schedule)
+        self.positions = positions or Positions(schedule)
         base = self.positions.base
         self.node_of = [range(first, end) for first, end in zip(base, base[1:], strict=False)]
         self.duration = self._durations()

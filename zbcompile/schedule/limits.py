@@ -1,7 +1,7 @@
 """What is too large to plan: every limit of the planner in one place, for the library and the commands.
 
-A problem within these limits is planned within twice its time limit and two seconds, and every number that
-comes of it can be written and read again.
+A problem within these limits is planned within twice its time limit and two seconds of processor time, and
+every number that comes of it can be written and read again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from zbcompile.schedule.problem import Problem
 
 __all__ = [
     "MAX_AMOUNT",
+    "MOST_BLOCKING_CELLS",
     "MOST_BRANCHING_STAGES",
     "MOST_CELLS",
     "MOST_COMPARED_STAGES",
@@ -35,6 +36,9 @@ MOST_BRANCHING_STAGES = 512
 
 MOST_CELLS = 1 << 15
 """Most stages times microbatches (64 and 512): one order of so many takes a second to make and to judge."""
+
+MOST_BLOCKING_CELLS = 1 << 14
+"""The same under send modes that hold up the sender, where judging takes more than twice as long."""
 
 MOST_COMPARED_STAGES = 1024
 """Most stages that are compared: every row takes a second or two by itself, whatever its time limit."""
@@ -71,11 +75,14 @@ def check_plannable(problem: Problem, where: str = "") -> None:
             given=stages,
             fix="join neighbouring stages",
         )
-    if stages * count > MOST_CELLS:
+    free = problem.transport == "async"
+    cells = MOST_CELLS if free else MOST_BLOCKING_CELLS
+    if stages * count > cells:
         raise UsageError(
-            "too many stages times microbatches to plan for",
+            "too many stages times microbatches to plan for"
+            + ("" if free else f" under {problem.transport}"),
             where=where,
-            needed=f"at most {MOST_CELLS}",
+            needed=f"at most {cells}",
             given=f"{stages} x {count} = {stages * count}",
             fix="plan fewer microbatches, or join neighbouring stages",
         )
