@@ -279,7 +279,7 @@ class Pipeline(Sequence[Stage]):
         return_outputs
             Whether the result is wanted. If so, the parts of all microbatches are held to the end of the
             step and then joined: at most twice the bytes of the whole batch's result, which neither plan nor
-            ``memory_limit`` counts. Give False where the losses are enough.
+            ``memory_limit`` counts. ``losses`` needs none of it.
 
         Returns
         -------
