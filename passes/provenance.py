@@ -25,6 +25,7 @@ __all__ = [
     "is_torch_file",
     "module_path_of",
     "provenance_of",
+    "short_file",
     "source_of",
     "with_provenance",
 ]
@@ -90,6 +91,12 @@ def _last_frame(trace: str) -> tuple[str, str, str]:
             code = lines[number + 1].strip() if number + 1 < len(lines) else ""
             return _short(found["file"]), found["line"], code
     return "", "", ""
+
+
+def short_file(file: str) -> str:
+    """Return a file without the folder that packages are installed in; of the user's own files the name."""
+    inside = _short(file)
+    return inside if inside != file.replace("\\", "/") else os.path.basename(file)
 
 
 def _short(file: str) -> str:

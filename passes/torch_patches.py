@@ -1,8 +1,8 @@
 """Patch torch while a model is traced: every context that changes how torch behaves, and puts it back.
 
 Capture uses `as_in_eager`, `compiled_code_as_eager`, `distributions_unchecked`,
-`grouped_products_of_any_dtype`, `quiet` and `without_tensor_hooks`; the joint trace uses
-`joint_trace_patched`.
+`grouped_products_of_any_dtype`, `idle_casts_skipped`, `quiet`, `truth_asked_first` and
+`without_tensor_hooks`; the joint trace uses `joint_trace_patched`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zbcompile.errors import CaptureError
 
@@ -26,8 +27,10 @@ __all__ = [
     "compiled_code_as_eager",
     "distributions_unchecked",
     "grouped_products_of_any_dtype",
+    "idle_casts_skipped",
     "joint_trace_patched",
     "quiet",
+    "truth_asked_first",
     "without_tensor_hooks",
 ]
 
@@ -133,6 +136,76 @@ def without_tensor_hooks() -> Iterator[None]:
         )
 
     with attribute_replaced(Tensor, "register_hook", refuse):
+        yield
+
+
+@contextlib.contextmanager
+def truth_asked_first(
+    truth: Callable[[Tensor | torch.SymBool, FrameType], bool | None],
+    demand: Callable[[Tensor | torch.SymBool, FrameType], bool],
+) -> Iterator[None]:
+    """Let callers answer what code asks about values that a trace does not know, before torch looks.
+
+    Parameters
+    ----------
+    truth
+        (value, frame that asks) -> whether it is true; None: torch looks.
+    demand
+        (value, frame that demands it) -> whether it is settled that all of it is true. Torch looks at a
+        tensor that is not settled, and takes any number as a hint about sizes.
+    """
+    look = Tensor.__bool__
+    look_at_number: Callable[[torch.SymBool], bool] = vars(torch.SymBool)["__bool__"]
+    check: Callable[..., None] = vars(torch)["_check_with"]
+    check_all: Callable[..., None] = vars(torch)["_check_tensor_all_with"]
+
+    def asked(tensor: Tensor) -> bool:
+        found = truth(tensor, sys._getframe(1))
+        return look(tensor) if found is None else found
+
+    def number_asked(number: torch.SymBool) -> bool:
+        found = truth(number, sys._getframe(1))
+        return look_at_number(number) if found is None else found
+
+    def demanded(error: type[Exception], cond: object, message: object = None) -> None:
+        if isinstance(cond, torch.SymBool):
+            demand(cond, sys._getframe(1))
+        check(error, cond, message)
+
+    def all_demanded(error: type[Exception], cond: Tensor, message: object = None) -> None:
+        if not demand(cond, sys._getframe(1)):
+            check_all(error, cond, message)
+
+    asked.__qualname__ = "Tensor.__bool__"
+    setattr(Tensor, "__bool__", asked)  # noqa: B010
+    try:
+        with (
+            attribute_replaced(torch.SymBool, "__bool__", number_asked),
+            attribute_replaced(torch, "_check_with", demanded),
+            attribute_replaced(torch, "_check_tensor_all_with", all_demanded),
+        ):
+            yield
+    finally:
+        delattr(Tensor, "__bool__")
+
+
+@contextlib.contextmanager
+def idle_casts_skipped() -> Iterator[None]:
+    """Let ``module.to(...)`` inside a forward do nothing where every tensor is so already, as in eager."""
+    cast: Callable[..., nn.Module] = nn.Module.to
+    parse: Callable[..., tuple[object, ...]] = torch._C._nn._parse_to
+
+    def is_so(tensor: Tensor, device: object, dtype: object) -> bool:
+        is_cast = tensor.is_floating_point() or tensor.is_complex()
+        return device in (None, tensor.device) and (dtype in (None, tensor.dtype) or not is_cast)
+
+    def to(module: nn.Module, *args: object, **kwargs: object) -> nn.Module:
+        device, dtype, _, memory_format = parse(*args, **kwargs)
+        tensors = (*module.parameters(), *module.buffers())
+        idle = memory_format is None and all(is_so(tensor, device, dtype) for tensor in tensors)
+        return module if idle else cast(module, *args, **kwargs)
+
+    with attribute_replaced(nn.Module, "to", to):
         yield
 
 

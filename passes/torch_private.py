@@ -45,6 +45,8 @@ __all__ = [
     "assigned_buffers",
     "backward_hooks",
     "checkpoint_marked",
+    "depends_on_data",
+    "draws_seen",
     "evaluate_fake",
     "fake_mode",
     "functorch_nesting",
@@ -60,6 +62,7 @@ __all__ = [
     "module_tables",
     "no_autocast",
     "node_meta",
+    "outside_the_trace",
     "parameter_kind",
     "preserve_node_meta",
     "random_state",
@@ -70,6 +73,7 @@ __all__ = [
     "tensor_tables",
     "upper_bound",
     "transform_depth",
+    "truth_of",
     "tree_leaves",
     "tree_map",
     "wrapper_kind",
@@ -307,6 +311,45 @@ class RegionCall:
         if name == "wrap_with_autocast":
             return RegionCall("autocast", args[:4], str(cast("Node", args[4]).target), args[5:])
         return None
+
+
+@contextlib.contextmanager
+def outside_the_trace() -> Iterator[None]:
+    """Compute with real tensors in the midst of a trace, and leave nothing of it in the graph."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def depends_on_data(number: torch.SymBool) -> bool:
+    """Return whether the truth of a number depends on the values of tensors, and is not known for all."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
+
+    if not free_unbacked_symbols(number):
+        return False
+    opposite: torch.SymBool = torch.sym_not(number)  # type: ignore[no-untyped-call]
+    return not statically_known_true(number) and not statically_known_true(opposite)
+
+
+def truth_of(value: Tensor) -> bool:
+    """Return whether a real tensor is true, in the midst of a trace."""
+    with outside_the_trace():
+        return bool(value != 0)
+
+
+@contextlib.contextmanager
+def draws_seen() -> Iterator[Callable[[], bool]]:
+    """Yield a function that says whether the block drew random numbers; the state is put back."""
+    with outside_the_trace():
+        state = torch.get_rng_state()
+    before = after = random_state()
+    try:
+        yield lambda: after != before
+    finally:
+        after = random_state()
+        with outside_the_trace():
+            torch.set_rng_state(state)
 
 
 def ambient_autocast() -> list[tuple[str, torch.dtype]]:

@@ -6,6 +6,7 @@ __all__ = [
     "CaptureError",
     "CheckError",
     "CutError",
+    "DataError",
     "FormatError",
     "InfeasibleError",
     "NoOrderError",
@@ -122,6 +123,10 @@ class SplitError(ZBCompileError):
 
 class ShapeError(ZBCompileError, ValueError):
     """A tensor whose shape, dtype or stride is not the one compiled for. Also a `ValueError`."""
+
+
+class DataError(ZBCompileError, ValueError):
+    """Data for which the model's own forward raises. Also a `ValueError`."""
 
 
 class PipelineError(ZBCompileError):

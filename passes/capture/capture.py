@@ -11,8 +11,9 @@ The model, its buffers and the random state are left as they were.
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -56,6 +57,7 @@ def capture(
     target: object = None,
     loss_fn: Callable[..., Tensor] | None = None,
     device: torch.device | str | None = None,
+    constant: Collection[int] = (),
 ) -> Captured:
     """Capture a model, and its loss, on one example microbatch.
 
@@ -75,6 +77,8 @@ def capture(
     device
         A model on the meta device is captured as if it were on this device; see `meta_capture`. Without
         meta tensors it is not looked at.
+    constant
+        Positions among the flat tensors of (args, kwargs, target) whose values become part of the graph.
 
     Raises
     ------
@@ -90,10 +94,15 @@ def capture(
     tensors, spec = flatten((tuple(args), dict(kwargs or {}), target))
     if not tensors:
         raise UsageError("the example holds no tensor", fix="give example args or kwargs with a tensor")
+    pinned = {k: tensors[k].detach().clone() for k in constant}
+    for tensor in pinned.values():
+        if tensor.is_meta:
+            raise UsageError("a constant argument is on the meta device, so it has no value to keep")
+    given = [k for k in range(len(tensors)) if k not in pinned]
     record = _Record(whole)
     with (
         intercepted() as functions,
-        meta_as_fake(whole, tensors, device) as (examples, mode),
+        meta_as_fake(whole, [tensors[k] for k in given], device) as (examples, mode),
         attributes_kept(model, whole),
         gradients_kept(whole.parameters()),
         random_kept(),
@@ -102,7 +111,7 @@ def capture(
     ):
 
         def trace() -> ExportedProgram:
-            return _export(_Traced(model, loss_fn, spec, record, mode), examples)
+            return _export(_Traced(model, loss_fn, spec, pinned, record, mode), examples)
 
         program = trace_until_settled(whole, record.changes, trace)
     if record.spec is None:
@@ -114,7 +123,7 @@ def capture(
             stacklevel=2,
         )
     tables, names = _canonical(whole)
-    roles = _roles(program, names)
+    roles = _roles(program, names, given)
     graph = inline(program, roles)
     refuse_kept_tensors(graph, roles, record.changes)
     constants = {
@@ -155,6 +164,7 @@ class _Traced(nn.Module):
         model: nn.Module,
         loss_fn: Callable[..., Tensor] | None,
         spec: Spec,
+        pinned: Mapping[int, Tensor],
         record: _Record,
         mode: contextlib.AbstractContextManager[object],
     ) -> None:
@@ -169,7 +179,7 @@ class _Traced(nn.Module):
         loss = loss_module(model, loss_fn)
         if loss is not None:
             self.add_module(loss_name(self.tables[0]), loss)
-        self.spec = spec
+        self.spec, self.pinned = spec, dict(pinned)
         self.record = record
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -179,14 +189,19 @@ class _Traced(nn.Module):
             return self._forward(tensors)
 
     def _forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        args, kwargs, target = unflatten(self.spec, tensors)
+        rest = iter(tensors)
+        flat = [self.pinned[k] if k in self.pinned else next(rest) for k in range(self.spec.num_tensors)]
+        args, kwargs, target = unflatten(self.spec, flat)
         (tables,), (loss_fn,) = self.tables, self.losses
         before = torch_private.assigned_buffers(tables)
         as_eager = torch_patches.as_in_eager() if self.eager else contextlib.nullcontext()
         record, now = self.record, dict(_named(tables))
-        record.guard = TraceGuard({key: now[name] for key, name in record.held.items()})
+        traced = {key: now[name] for key, name in record.held.items()}
+        guard = TraceGuard(traced, sys._getframe(), list(self.pinned.values()))
+        record.guard = guard
         hooks, state = torch_patches.without_tensor_hooks(), state_guarded(tables, record.changes)
-        with as_eager, traced_modes(), hooks, state, record.guard:
+        asked = torch_patches.truth_asked_first(guard.truth, guard.demand)
+        with as_eager, traced_modes(), hooks, state, asked, guard:
             value: object = self.model(*args, **kwargs)
             loss = None if loss_fn is None else loss_fn(value, target)
         _write_assigned_buffers(before, tables)
@@ -269,15 +284,24 @@ def _canonical(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return {name: tensor for name, tensor in named if names[name] == name}, names
 
 
-def _roles(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, Role]:
-    """Return the role of every placeholder. ``names`` : any name of a tensor -> its canonical one."""
+def _roles(program: ExportedProgram, names: Mapping[str, str], positions: Sequence[int]) -> dict[str, Role]:
+    """Return the role of every placeholder.
+
+    Parameters
+    ----------
+    program
+        What export made.
+    names
+        Any name of a tensor -> its canonical one.
+    positions
+        Per batch input of the program, its flat index in the batch.
+    """
     roles: dict[str, Role] = {}
-    position = 0
+    position = iter(positions)
     for spec in program.graph_signature.input_specs:
         placeholder, kind = spec.arg.name, _ROLES.get(spec.kind.name)
         if spec.kind.name == "USER_INPUT":
-            roles[placeholder] = Role("batch", placeholder, position)
-            position += 1
+            roles[placeholder] = Role("batch", placeholder, next(position))
         elif kind is None or spec.target is None:
             raise CaptureError(
                 f"the forward uses an object that a graph cannot hold ({spec.kind.name})", where=placeholder

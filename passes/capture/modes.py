@@ -4,7 +4,8 @@
 functions are interpreted call by call: their own autodiff hides from the tracer. Hooks that pack what
 autograd saves are refused: no stage would run them. Calls inside ``torch.utils.checkpoint`` are marked, so
 that a change of a buffer there can be refused: eager changes it again when it recomputes. The argument
-checks of ``torch.distributions`` are off: they look at values.
+checks of ``torch.distributions`` are off: they look at values. A cast of a module that changes nothing is
+left out.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def traced_modes() -> Iterator[None]:
         replaced(saved_tensors_hooks, "__enter__", _enter_hooks(saved_tensors_hooks.__enter__)),
         torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
         torch_patches.distributions_unchecked(),
+        torch_patches.idle_casts_skipped(),
     ):
         yield
 

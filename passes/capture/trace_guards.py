@@ -8,7 +8,9 @@ refuses with its source line what would lose a gradient without an error, and re
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import cast
 
 import torch
@@ -18,6 +20,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from zbcompile.errors import CaptureError
 from zbcompile.passes import torch_private
+from zbcompile.passes.capture.data_checks import Check, check_at, demand_at, keep_check
+from zbcompile.passes.capture.draws import Draws
+from zbcompile.passes.capture.known_values import KnownValues
 from zbcompile.passes.provenance import caller_source
 
 __all__ = ["TraceGuard"]
@@ -27,6 +32,12 @@ _Function = Callable[..., object]
 _GET_DATA, _SET_DATA = torch.Tensor.data.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
 _READS = (torch.Tensor.item, torch.Tensor.tolist)
+_QUESTIONS: dict[_Function, Callable[..., Tensor]] = {
+    torch.equal: lambda x, y: (x == y).all(),
+    torch.allclose: lambda *args, **kwargs: torch.isclose(*args, **kwargs).all(),
+    torch.is_nonzero: lambda x: x != 0,
+}
+"""Functions that answer with a Python bool -> the same answer as a tensor, for equal shapes."""
 _KERNELS: tuple[Callable[[], bool], ...] = (
     torch.backends.cuda.flash_sdp_enabled,
     torch.backends.cuda.mem_efficient_sdp_enabled,
@@ -42,6 +53,10 @@ class TraceGuard(TorchFunctionMode):
     ----------
     traced
         Id of a parameter or buffer of the model -> the tensor that the trace has in its place.
+    model
+        The frame that calls the model.
+    pinned
+        Arguments that have the same value in every step.
 
     Attributes
     ----------
@@ -55,10 +70,13 @@ class TraceGuard(TorchFunctionMode):
         Source line where a value was made to require a gradient first.
     """
 
-    def __init__(self, traced: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self, traced: Mapping[int, Tensor], model: FrameType | None = None, pinned: Sequence[Tensor] = ()
+    ) -> None:
         super().__init__()
         self.failed = self.read = self.transform = self.suspect = ""
-        self._traced = traced
+        self._traced, self._model = traced, model
+        self._draws, self._values = Draws(), KnownValues(pinned)
         self._depth = torch_private.transform_depth()
         self._kernels = _kernels()
 
@@ -87,11 +105,53 @@ class TraceGuard(TorchFunctionMode):
             self.read = _name(func)
         if func is torch.Tensor.requires_grad_ and not self.suspect:
             self.suspect = caller_source()
+        if func is torch._assert_async and self.demand(cast("Tensor", taken[0]), sys._getframe(1)):
+            return None
+        if func in _QUESTIONS and (check := self._check(sys._getframe(1))) is not None:
+            keep_check(check, _QUESTIONS[func](*taken, **given))
+            return check.needed
         try:
-            return func(*taken, **given)
+            result = self._values.call(func, taken, given, func)
         except Exception:
             self.failed = self.failed or _name(func)
             raise
+        self._draws.note(func, taken, result)
+        return result
+
+    def truth(self, value: Tensor | torch.SymBool, frame: FrameType) -> bool | None:
+        """Return whether a value is true where nobody need look: it is known, or kept as a check.
+
+        Raises
+        ------
+        CaptureError
+            It depends on a random draw.
+        """
+        if isinstance(value, Tensor):
+            if value.numel() != 1 or torch_private.is_wrapped(value):
+                return None
+            real = self._values.of(value)
+            known = self._draws.truth(value) if real is None else torch_private.truth_of(real)
+            if known is not None:
+                return known
+        elif not torch_private.depends_on_data(value):
+            return None
+        check = self._check(frame)
+        if check is None:
+            return None
+        keep_check(check, value)
+        return check.needed
+
+    def demand(self, value: Tensor | torch.SymBool, frame: FrameType) -> bool:
+        """Return whether the demand that all of a value is true is kept as a check."""
+        if isinstance(value, torch.SymBool) and not torch_private.depends_on_data(value):
+            return False
+        check = None if self._model is None else demand_at(frame, self._model)
+        if check is not None:
+            keep_check(check, (value != 0).all() if isinstance(value, Tensor) else value)
+        return check is not None
+
+    def _check(self, frame: FrameType) -> Check | None:
+        return None if self._model is None else check_at(frame, self._model)
 
     def _checked(self, value: object) -> object:
         """Return an argument with traced tensors in the place of the model's own; refuse what is neither."""

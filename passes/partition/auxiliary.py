@@ -13,6 +13,7 @@ from torch.fx import Node
 from zbcompile.passes.aliasing import StorageGroups, changed_arguments, is_random
 from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.custom_functions import is_function_call
+from zbcompile.passes.capture.data_checks import is_check
 from zbcompile.passes.nodes import is_getitem
 from zbcompile.passes.op_costs import flops, is_heavy
 from zbcompile.passes.torch_private import OpOverload
@@ -44,6 +45,8 @@ def _taints(node: Node, captured: Captured, changed: set[Node], limit: float) ->
     if node.op == "placeholder":
         return captured.roles[node.name].kind == "parameter" or node in changed
     if node.op != "call_function" or is_random(node) or is_function_call(node.target):
+        return True
+    if is_check(node.target):
         return True
     if is_heavy(node) and flops(node) >= limit:
         return True

@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from zbcompile.passes.aliasing import is_random, owned_bytes
 from zbcompile.passes.capture.captured import Captured
+from zbcompile.passes.capture.data_checks import is_check
 from zbcompile.passes.joint.graph_facts import ancestors, storage_root
 from zbcompile.passes.split.boxed import boxed
 from zbcompile.passes.split.ports import input_port, output_port
@@ -131,7 +132,7 @@ def _graphs(values: StageValues, handover: _Handover) -> Graphs:
         [*values.results, *handover.made],
         "forward",
         copies=[joint.arguments[i] for i in values.mutated],
-        draws=_unread_draws(values),
+        unread=_unread(values),
     )
     backward_input = boxed(
         joint.module, handover.input_args, [*input_grads, *handover.from_backward], "backward_input"
@@ -145,14 +146,14 @@ def _graphs(values: StageValues, handover: _Handover) -> Graphs:
     return Graphs(forward, backward_input, backward_weight, full_backward)
 
 
-def _unread_draws(values: StageValues) -> list[Node]:
-    """Return random draws that nothing reads: without them later masks would differ from eager's."""
+def _unread(values: StageValues) -> list[Node]:
+    """Return calls that F makes though nothing reads them.
+
+    Random draws, without which later masks would differ from eager's, and the model's checks of its data.
+    """
     read = ancestors([*values.results, *values.input_grads.values(), *values.weight_grads.values()])
-    return [
-        node
-        for node in values.nodes
-        if node.op == "call_function" and node not in read and node not in values.late and is_random(node)
-    ]
+    early = [n for n in values.nodes if n.op == "call_function" and n not in read and n not in values.late]
+    return [node for node in early if is_random(node) or is_check(node.target)]
 
 
 def _call_layout(values: StageValues, handover: _Handover) -> CallLayout:

@@ -41,7 +41,7 @@ def boxed(
     outputs: Sequence[Node],
     name: str,
     copies: Collection[Node] = (),
-    draws: Collection[Node] = (),
+    unread: Collection[Node] = (),
 ) -> GraphModule:
     """Return the calls between ``arguments`` and ``outputs`` in their original order.
 
@@ -57,15 +57,15 @@ def boxed(
         Class name of the result.
     copies
         Arguments that the caller changes afterwards; an output that is one of them is cloned.
-    draws
-        Random calls that are made though nothing reads them: they move the random state.
+    unread
+        Calls that are made though nothing reads them: random ones move the random state, checks raise.
     """
     graph = Graph()
     values: dict[Node, Node] = {}
     for node in arguments:
         values[node] = graph.placeholder(node.name)
         values[node].meta = dict(node.meta)
-    _, calls = leaves([node for node in (*outputs, *draws) if node not in values], values)
+    _, calls = leaves([node for node in (*outputs, *unread) if node not in values], values)
     calls |= _checks(module.graph, calls)
     for node in module.graph.nodes:
         if node in calls:

@@ -1,0 +1,77 @@
+"""Random draws that a forward compares with a rate: what is known of them without drawing.
+
+``torch.rand([]) < 0.0`` is false whatever is drawn, so a layer that is dropped at a rate of 0 always runs;
+the draw stays in the graph, because it moves the random state. Any other rate makes a branch at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from zbcompile.errors import CaptureError
+from zbcompile.passes.provenance import caller_source
+
+__all__ = ["Draws"]
+
+_Function = Callable[..., object]
+
+_UNIFORM: tuple[_Function, ...] = (torch.rand, torch.rand_like)
+"""Functions that draw from [0, 1)."""
+_LESS: tuple[_Function, ...] = (torch.lt, torch.Tensor.lt, torch.Tensor.__lt__)
+_LESS_EQUAL: tuple[_Function, ...] = (torch.le, torch.Tensor.le, torch.Tensor.__le__)
+_MORE: tuple[_Function, ...] = (torch.gt, torch.Tensor.gt, torch.Tensor.__gt__)
+_MORE_EQUAL: tuple[_Function, ...] = (torch.ge, torch.Tensor.ge, torch.Tensor.__ge__)
+
+
+class Draws:
+    """The uniform draws of one trace, and the comparisons of them with numbers."""
+
+    def __init__(self) -> None:
+        self._drawn: dict[int, Tensor] = {}
+        self._compared: dict[int, tuple[Tensor, bool | None]] = {}
+
+    def note(self, func: _Function, args: Sequence[object], result: object) -> None:
+        """Remember a call and its result if it draws, or compares what was drawn."""
+        if not isinstance(result, Tensor):
+            return
+        if func in _UNIFORM:
+            self._drawn[id(result)] = result
+        elif self._drawn and len(args) == 2 and id(args[0]) in self._drawn:
+            self._compared[id(result)] = result, _known(func, args[1])
+
+    def truth(self, tensor: Tensor) -> bool | None:
+        """Return whether a comparison is true for every draw; None for what is no comparison of a draw.
+
+        Raises
+        ------
+        CaptureError
+            It is true for some draws.
+        """
+        if id(tensor) not in self._compared:
+            return None
+        known = self._compared[id(tensor)][1]
+        if known is None:
+            raise CaptureError(
+                "a random draw decides which part of the forward runs: a graph would repeat the first choice",
+                where=caller_source(),
+                fix="set the rate to 0 (layerdrop=0.0 in a configuration of transformers), or use a mask",
+            )
+        return known
+
+
+def _known(func: _Function, rate: object) -> bool | None:
+    """Return what a comparison of a number in [0, 1) with a rate is; None where that depends on the draw."""
+    if not isinstance(rate, int | float):
+        return None
+    if func in _LESS or func in _MORE_EQUAL:
+        never, always = rate <= 0, rate >= 1
+    elif func in _LESS_EQUAL or func in _MORE:
+        never, always = rate < 0, rate >= 1
+    else:
+        return None
+    if never or always:
+        return always is (func in _LESS or func in _LESS_EQUAL)
+    return None

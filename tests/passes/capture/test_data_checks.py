@@ -1,0 +1,304 @@
+"""Branches on data: those that only raise run as checks at every step, all others are refused.
+
+PYTEST_DONT_REWRITE: the assert statements of the models stand in their source as they run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.kinds_zoo import SIZE, Of
+from tests.support.pipeline_oracle import Batch, compiled, mean_square
+from zbcompile.compiler.stages import build_stages
+from zbcompile.errors import CaptureError, PipelineError
+from zbcompile.passes.capture.capture import capture
+from zbcompile.passes.capture.data_checks import is_check
+from zbcompile.passes.verify.verify import verify
+
+
+def loss(output: Any, target: Any = None) -> Tensor:
+    return mean_square(output)
+
+
+def body(m: Of, x: Tensor) -> Tensor:
+    return m.c(m.b(m.a(x)).tanh())
+
+
+def raises_if(m: Of, x: Tensor) -> Tensor:
+    if m.a is not None and x.max() >= 100:
+        message = f"{x.max()} is too large"
+        raise ValueError(message)
+    return body(m, x)
+
+
+def raises_else(m: Of, x: Tensor) -> Tensor:
+    if torch.isfinite(x).all() and bool((x < 100).all()):
+        x = x * 1
+    else:
+        raise ValueError
+    return body(m, x)
+
+
+def raises_either(m: Of, x: Tensor) -> Tensor:
+    if not torch.isfinite(x).all() or (x >= 100).any():
+        raise ValueError
+    return body(m, x)
+
+
+def asserts(m: Of, x: Tensor) -> Tensor:
+    assert x.dim() == 2 and (x < 100).all(), "too large"  # noqa: PT018
+    return body(m, x)
+
+
+def between(m: Of, x: Tensor) -> Tensor:
+    if not (-100 <= x.min() <= x.max() <= 100):
+        raise ValueError
+    return body(m, x)
+
+
+def calls_assert(m: Of, x: Tensor) -> Tensor:
+    torch._assert((x < 100).all(), "too large")
+    return body(m, x)
+
+
+def asserts_later(m: Of, x: Tensor) -> Tensor:
+    torch._assert_async((x < 100).all())
+    return body(m, x)
+
+
+def checks_all(m: Of, x: Tensor) -> Tensor:
+    torch._check_tensor_all(x < 100)
+    return body(m, x)
+
+
+def checks_number(m: Of, x: Tensor) -> Tensor:
+    torch._check(x.max().item() < 100)
+    return body(m, x)
+
+
+def asks_number(m: Of, x: Tensor) -> Tensor:
+    if x.max().item() >= 100:
+        raise ValueError
+    return body(m, x)
+
+
+def compares(m: Of, x: Tensor) -> Tensor:
+    if not torch.equal(x, x.clamp(max=100)):
+        raise ValueError
+    return body(m, x)
+
+
+def inside_torch(m: Of, x: Tensor) -> Tensor:
+    return body(m, x) + F.gaussian_nll_loss(m.a(x), m.b(x), 100 - x.detach())
+
+
+def within(m: Of, x: Tensor) -> Tensor:
+    try:
+        with torch.no_grad():
+            assert x.max() < 100
+    except AssertionError:
+        raise ValueError from None
+    return body(m, x)
+
+
+KEPT = (
+    raises_if, raises_else, raises_either, asserts, between, calls_assert, asserts_later, checks_all,
+    checks_number, asks_number, compares, inside_torch, within,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("check", KEPT, ids=lambda f: f.__name__)
+def test_a_branch_that_only_raises_is_kept(check: Callable[..., Tensor]) -> None:
+    """(Microbatch 2 of the last batch is refused, in steps and in evaluation; all others are as ever.)"""
+    torch.manual_seed(0)
+    model, x = Of(check), torch.rand(6, SIZE)
+    pipeline = compiled(model, Batch((x,)), 2, 3, loss_fn=mean_square, verify=True)
+    pipeline.step(x)
+    bad = x.clone()
+    bad[4, 2] = 200.0
+    with pytest.raises((ValueError, AssertionError, RuntimeError)):
+        model(bad[4:])
+    words = r"DataError.* at test_data_checks.py:\d+(?s:.*)microbatch 2"
+    with pytest.raises(PipelineError, match=words):
+        pipeline.step(bad)
+    hint = check is checks_number  # torch runs what it takes as a hint about sizes itself
+    with pytest.raises(PipelineError, match="microbatch 2" if hint else words):
+        pipeline.eval(bad)
+    pipeline.step(x)
+
+
+def test_the_condition_is_told() -> None:
+    model, x = Of(raises_if), torch.rand(6, SIZE)
+    pipeline = compiled(model, Batch((x,)), 2, 3, loss_fn=mean_square)
+    with pytest.raises(PipelineError, match=r"needed: x.max\(\) >= 100 to be False; given: True"):
+        pipeline.step(x + 100)
+
+
+def test_a_check_of_the_middle_runs_in_its_stage() -> None:
+    def middle(m: Of, x: Tensor) -> Tensor:
+        y = m.b(m.a(x).tanh())
+        if not torch.isfinite(y).all():
+            raise FloatingPointError
+        return m.c(y.tanh())
+
+    model, x = Of(middle), torch.rand(6, SIZE)
+    built = build_stages(model, 3, (x,), loss_fn=loss, split_points=["b", "c"])
+    assert verify(model, built, (x,), loss_fn=loss).exact
+    checks = [[n for n in s.graphs.forward.graph.nodes if is_check(n.target)] for s in built.stages]
+    assert [len(found) for found in checks] == [0, 1, 0]
+    for stage in built.stages:
+        for name in ("backward_input", "backward_weight", "full_backward"):
+            graph = getattr(stage.graphs, name).graph
+            assert not any(is_check(n.target) for n in graph.nodes)
+
+
+def goes_on(m: Of, x: Tensor) -> Tensor:
+    if x.max() >= 100:
+        x = x.clamp(max=100)
+    return body(m, x)
+
+
+def caught(m: Of, x: Tensor) -> Tensor:
+    try:
+        assert x.max() < 100
+    except AssertionError:
+        x = x.clamp(max=100)
+    return body(m, x)
+
+
+def caught_outside(m: Of, x: Tensor) -> Tensor:
+    try:
+        return raises_if(m, x)
+    except ValueError:
+        return x
+
+
+def suppressed(m: Of, x: Tensor) -> Tensor:
+    with contextlib.suppress(AssertionError):
+        assert x.max() < 100
+        x = x + 1
+    return body(m, x)
+
+
+def one_of_two(m: Of, x: Tensor) -> Tensor:
+    if x.max() >= 100 and x.min() < 0:
+        raise ValueError
+    return body(m, x)
+
+
+def counts_first(m: Of, x: Tensor) -> Tensor:
+    if x.max() >= 100:
+        m.bad = True
+        raise ValueError
+    return body(m, x)
+
+
+def yields(m: Of, x: Tensor) -> Tensor:
+    def parts() -> Iterator[Tensor]:
+        if x.max() >= 100:
+            yield x
+            raise ValueError
+
+    return body(m, sum(parts(), x))
+
+
+def chosen_value(m: Of, x: Tensor) -> Tensor:
+    return body(m, x * (2 if x.max() >= 100 else 1))
+
+
+def larger(m: Of, x: Tensor) -> Tensor:
+    if sorted((x.max(), x.sum()))[1]:
+        raise ValueError
+    return body(m, x)
+
+
+REFUSED = (
+    goes_on, caught, caught_outside, suppressed, one_of_two, counts_first, yields, chosen_value, larger,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("branch", REFUSED, ids=lambda f: f.__name__)
+def test_a_branch_that_does_more_than_raise_is_refused(branch: Callable[..., Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"branch or loop depends on tensor data(?s:.*)test_data_checks"):
+        capture(Of(branch), (torch.rand(6, SIZE),))
+
+
+def test_code_without_source_is_refused() -> None:
+    scope: dict[str, Any] = {"body": body}
+    exec("def f(m, x):\n    assert x.max() < 100\n    return body(m, x)", scope)  # noqa: S102
+    with pytest.raises(CaptureError, match="branch or loop depends on tensor data"):
+        capture(Of(scope["f"]), (torch.rand(6, SIZE),))
+
+
+def dropped_layer(m: Of, x: Tensor) -> Tensor:
+    """As decoders of transformers drop their layers."""
+    x, draw = m.a(x), torch.rand([])
+    skipped = m.training and draw < m.rate
+    if not skipped:
+        x = m.b(x)
+    return m.c(F.dropout(x, 0.3))
+
+
+def test_a_layer_that_is_dropped_at_a_rate_of_zero_always_runs() -> None:
+    model, x = Of(dropped_layer, rate=0.0), torch.rand(6, SIZE)
+    built = build_stages(model, 2, (x,), loss_fn=loss)
+    assert verify(model, built, (x,), loss_fn=loss).exact  # the draw moves the masks of the dropout
+    with pytest.raises(
+        CaptureError, match=r"random draw decides(?s:.*)test_data_checks.py(?s:.*)layerdrop=0.0"
+    ):
+        capture(Of(dropped_layer, rate=0.1), (x,))
+
+
+@pytest.mark.parametrize(
+    ("compare", "known"),
+    [
+        (lambda draw: draw < 0.0, False),
+        (lambda draw: draw >= 0, True),
+        (lambda draw: draw <= 1.0, True),
+        (lambda draw: draw > 1, False),
+        (lambda draw: 0.0 > draw, False),  # noqa: SIM300
+        (lambda draw: draw < 1e-9, None),
+        (lambda draw: draw <= 0.0, None),
+    ],
+)
+def test_what_is_known_of_a_draw(compare: Callable[[Tensor], Tensor], known: bool | None) -> None:
+    def forward(m: Of, x: Tensor) -> Tensor:
+        return m.a(x) if compare(torch.rand(1)) else m.b(x)
+
+    model, x = Of(forward), torch.rand(6, SIZE)
+    if known is None:
+        with pytest.raises(CaptureError, match="random draw decides"):
+            capture(model, (x,))
+    else:
+        captured = capture(model, (x,))
+        read = captured.module.graph.find_nodes(op="placeholder")
+        names = {captured.roles[node.name].name for node in read}
+        assert ("a.weight" in names) is known
+        assert ("b.weight" in names) is not known
+
+
+class Router(nn.Module):
+    """As Switch and NLLB-MoE cast the classifier of their router in every forward."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.classifier, self.dtype = nn.Linear(SIZE, SIZE), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.classifier = self.classifier.to(self.dtype)
+        return self.classifier(x.to(self.dtype)).softmax(-1).to(x.dtype)
+
+
+def test_a_cast_that_changes_nothing_is_left_out() -> None:
+    model, x = Of(lambda m, x: m.c(m.router(m.a(x))), router=Router(torch.float32)), torch.rand(6, SIZE)
+    built = build_stages(model, 2, (x,), loss_fn=loss)
+    assert verify(model, built, (x,), loss_fn=loss).exact
+    with pytest.raises(CaptureError, match="moved or cast inside the forward"):
+        capture(Of(lambda m, x: m.router(x), router=Router(torch.float64)), (x,))
