@@ -41,6 +41,9 @@ class CompileOptions:
         The order to run instead of a search; None: search.
     whole
         Tensors that every microbatch gets whole: positions of args, names of kwargs.
+    constant
+        Arguments of the model whose values are the same in every microbatch of every step, and become part
+        of the graphs: positions of args, names of the forward's arguments.
 
     Raises
     ------
@@ -69,6 +72,7 @@ class CompileOptions:
     one_communicator: bool = False
     scale_grads: bool = True
     whole: tuple[str | int, ...] = ()
+    constant: tuple[str | int, ...] = ()
     stall_limit_s: float = 300.0
 
     def __post_init__(self) -> None:

@@ -72,6 +72,7 @@ def compile(
     one_communicator: bool = False,
     scale_grads: bool = True,
     whole: Sequence[str | int] = (),
+    constant: Sequence[str | int] = (),
     stall_limit: float = 300.0,
     observer: Observer | None = None,
 ) -> Pipeline:
@@ -121,6 +122,10 @@ def compile(
         Divide gradients by the number of microbatches, for a loss that is a mean.
     whole
         Tensors that every microbatch gets whole: positions of args, names of kwargs.
+    constant
+        Arguments of the model whose values are the same in every microbatch of every step (sizes of images,
+        lengths): positions of args, names of the forward's arguments. Python code of the model may read
+        them; a step with other values is refused.
     stall_limit
         Seconds after which a rank that waits is reported and the step ended on all ranks.
     observer
@@ -164,6 +169,7 @@ def compile(
         one_communicator=one_communicator,
         scale_grads=scale_grads,
         whole=tuple(whole),
+        constant=tuple(constant),
         stall_limit_s=stall_limit,
     )
     pipeline = Pipeline(options, observer or observer_from_environment())

@@ -97,7 +97,9 @@ def capture(
     pinned = {k: tensors[k].detach().clone() for k in constant}
     for tensor in pinned.values():
         if tensor.is_meta:
-            raise UsageError("a constant argument is on the meta device, so it has no value to keep")
+            raise UsageError(
+                "a constant argument is on the meta device: it has no value", fix="give it on the CPU"
+            )
     given = [k for k in range(len(tensors)) if k not in pinned]
     record = _Record(whole)
     with (

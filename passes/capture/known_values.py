@@ -39,7 +39,7 @@ _SHAPED_BY_VALUE: tuple[_Function, ...] = (
     *_MAKES, torch.nonzero, Tensor.nonzero, torch.argwhere, torch.repeat_interleave,
     Tensor.repeat_interleave, torch.unique, Tensor.unique, torch.unique_consecutive,
     Tensor.unique_consecutive, torch.masked_select, Tensor.masked_select, torch.bincount, Tensor.bincount,
-    F.one_hot, torch.split, Tensor.split, torch.tensor_split, Tensor.tensor_split,
+    F.one_hot,
 )  # fmt: skip
 """Functions whose results may have another shape for other values."""
 _TAKES_SIZES: tuple[_Function, ...] = (
@@ -95,42 +95,53 @@ class KnownValues:
         if not tensors and func not in _MAKES:
             return run(*args, **kwargs)
         values = [self.of(tensor) for tensor in tensors]
+        if func in _TAKES_SIZES and any(value is not None for value in values):
+            args = tuple(self._as_number(value, k) for k, value in enumerate(args))
         if any(value is None for value in values):
-            if func in _TAKES_SIZES and any(value is not None for value in values):
-                args = tuple(self._as_number(value, k) for k, value in enumerate(args))
             return run(*args, **kwargs)
+        real = self._with_values(func, args, kwargs)
         if func in _READS:
-            return self._real(func, args, kwargs)
+            return real()
         if tensors and (func in _SHAPED_BY_VALUE or (func is Tensor.__getitem__ and _has_mask(args[1]))):
-            real = self._real(func, args, kwargs)
-            for part in _tensors((real,)):
+            made = real()
+            for part in _tensors((made,)):
                 self._put(part, part)
-            return real
+            return made
         before = [tensor._version for tensor in tensors]
         traced = run(*args, **kwargs)
-        made = list(_tensors((traced,)))
-        static = all(isinstance(n, int) for part in made for n in part.shape)
-        if (made or func is Tensor.__setitem__) and static and _count(made) <= LARGEST:
-            self._follow(func, args, kwargs, traced)
+        if _may_follow(func, traced) and self._follow(real, traced):
             for tensor, version in zip(tensors, before, strict=True):
                 self._changed(tensor, tensor._version - version)
         return traced
 
-    def _follow(
-        self, func: _Function, args: tuple[object, ...], kwargs: Mapping[str, object], traced: object
-    ) -> None:
+    def _with_values(
+        self, func: _Function, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Callable[[], object]:
+        """Return a call with the values that its tensors have now."""
+        real = tuple(self._value(value) for value in args)
+        given = {name: self._value(value) for name, value in kwargs.items()}
+
+        def call() -> object:
+            with torch_private.outside_the_trace():
+                return func(*real, **given)
+
+        return call
+
+    def _follow(self, call: Callable[[], object], traced: object) -> bool:
+        """Make a call with the real values; return whether its results, and what it changes, stay known."""
         try:
             with torch_private.draws_seen() as drew:
-                real = self._real(func, args, kwargs)
+                real = call()
         except (RuntimeError, TypeError, ValueError, NotImplementedError, IndexError):
-            return
+            return False
         if drew():  # another value in every step
-            return
+            return False
         pairs = list(zip(_tensors((traced,)), _tensors((real,)), strict=False))
         if all(one.shape == other.shape and one.dtype == other.dtype for one, other in pairs):
             for one, other in pairs:
                 if id(one) not in self._known:
                     self._put(one, other)
+        return True
 
     def _changed(self, tensor: Tensor, count: int) -> None:
         """Take over a change in place that was made to the value, too, for all that share its storage."""
@@ -144,11 +155,6 @@ class KnownValues:
 
     def _put(self, traced: Tensor, real: Tensor) -> None:
         self._known[id(traced)] = _Known(traced, real, traced._version)
-
-    def _real(self, func: _Function, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-        given = {name: self._value(value) for name, value in kwargs.items()}
-        with torch_private.outside_the_trace():
-            return func(*(self._value(value) for value in args), **given)
 
     def _value(self, argument: object) -> object:
         """Return an argument with known values in the place of tensors."""
@@ -195,5 +201,9 @@ def _has_mask(index: object) -> bool:
     return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors((index,)))
 
 
-def _count(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
+def _may_follow(func: _Function, traced: object) -> bool:
+    """Return whether a call makes or changes tensors that are small and of a shape that is known."""
+    made = list(_tensors((traced,)))
+    if not all(isinstance(n, int) for part in made for n in part.shape):
+        return False
+    return (bool(made) or func is Tensor.__setitem__) and sum(part.numel() for part in made) <= LARGEST

@@ -32,7 +32,8 @@ _REASONS = (
     (
         _DATA_DEPENDENT,
         "a Python branch or loop depends on tensor data",
-        "replace it by torch.where or another tensor operation, or by a flag fixed before training",
+        "replace it by torch.where or another tensor operation, or by a flag fixed before training; "
+        "an argument that has one value in all steps: compile(..., constant=[its name])",
     ),
     (
         ("_ctc_loss",),
@@ -42,7 +43,8 @@ _REASONS = (
     (
         ("DynamicOutputShape",),
         "the shape of a result depends on tensor data",
-        "give lengths and sizes as Python numbers, or use an operation with a fixed shape",
+        "give lengths and sizes as Python numbers, use an operation with a fixed shape, or name an argument "
+        "that has one value in all steps in compile(..., constant=[its name])",
     ),
     (
         (".numpy() is not supported", "__array__"),
@@ -55,9 +57,10 @@ _REASONS = (
         "use torch.where or a loop in Python, or a choice that is made before training",
     ),
     (
-        ("but got FakeTensor", "type must be tuple of ints"),
+        ("but got FakeTensor", "type must be tuple of ints", "Pending unbacked symbols"),
         "a size is taken from tensor data",
-        "give lengths and sizes as Python numbers (pad sequences instead of packing them)",
+        "give lengths and sizes as Python numbers (pad sequences instead of packing them), or name an "
+        "argument that has one value in all steps in compile(..., constant=[its name])",
     ),
     (
         ("Couldn't swap",),

@@ -462,6 +462,7 @@ def otherwise() -> dict[str, Any]:
         "one_communicator": True,
         "scale_grads": False,
         "whole": ("nothing",),
+        "constant": (0,),
         "stall_limit": LIMIT_S + 1,
     }
 

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from zbcompile.compiler.batch_dimension import check_batch_dimension
-from zbcompile.compiler.call import Batch, CallForm
+from zbcompile.compiler.call import Batch, CallForm, places_of
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.lower import lower
 from zbcompile.compiler.observe import Observer, quiet
@@ -46,8 +46,11 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
     # 1. Who runs it, and what one call of it looks like. A rank that fails from here on ends the others.
     group = PipelineGroup.present(options.group, options.stall_limit_s)
     with _built_by_all(group, observer) as observer:
+        if group is not None:
+            group.agree(options.agreed_parts())
         num_ranks = _num_ranks(options, group)
-        call = CallForm(batch, options.whole, _num_microbatches(options, batch, num_ranks))
+        constant = places_of(options.constant, options.model, batch)
+        call = CallForm(batch, options.whole, _num_microbatches(options, batch, num_ranks), constant)
 
         # 2. capture -> fold_constant_masks -> partition -> split_backward -> verify
         one = call.example
@@ -63,6 +66,7 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
             backend=options.backend,
             verify=options.verify,
             planned_for=options.profile if isinstance(options.profile, Device) else None,
+            constant=call.constants,
             observer=observer,
         )
 

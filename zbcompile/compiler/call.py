@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from zbcompile.errors import UsageError
 from zbcompile.passes.capture.nested_values import Spec, flatten, unflatten
 from zbcompile.runtime.batches import BatchPlan
 
-__all__ = ["Batch", "CallForm"]
+__all__ = ["Batch", "CallForm", "constant_values", "places_of"]
 
 
 @dataclass(frozen=True)
@@ -58,21 +60,39 @@ class CallForm:
         Tensors that every microbatch gets whole: positions of args, names of kwargs.
     num_microbatches
         How many microbatches a batch is cut into.
+    constant
+        Tensors whose values are the same in every microbatch: as for ``whole``.
 
     Attributes
     ----------
     example
         The first microbatch, flat and as it was nested.
+    constants
+        Flat index of a constant tensor -> its value.
+
+    Raises
+    ------
+    UsageError
+        The microbatches differ in a constant.
     """
 
-    def __init__(self, batch: Batch, whole: Sequence[str | int], num_microbatches: int) -> None:
+    def __init__(
+        self,
+        batch: Batch,
+        whole: Sequence[str | int],
+        num_microbatches: int,
+        constant: Sequence[str | int] = (),
+    ) -> None:
         tensors, self.spec = batch.flat()
         names = [_name(path) for path in self.spec.paths()]
-        kept = [_is_whole(name, whole) for name in names]
+        kept = [_is_named(name, whole) for name in names]
         self.plan = BatchPlan(names, tensors, num_microbatches, kept)
         self.num_microbatches = num_microbatches
-        self.flat_example = self.plan.split(tensors)[0]
+        pieces = self.plan.split(tensors)
+        self.flat_example = pieces[0]
         self.example = Batch(*unflatten(self.spec, self.flat_example))
+        self.constants = {k: pieces[0][k].clone() for k, n in enumerate(names) if _is_named(n, constant)}
+        self._check_constants(pieces, "of the first microbatch")
 
     def microbatches(self, batch: Batch) -> list[list[Tensor]]:
         """Return the flat tensors of each microbatch.
@@ -80,7 +100,7 @@ class CallForm:
         Raises
         ------
         ShapeError, UsageError
-            The call has another form than the example.
+            The call has another form than the example, or other values of constants.
         """
         order, kwargs = self.spec.children[1].keys, batch.kwargs
         if set(order) == set(kwargs):
@@ -103,7 +123,56 @@ class CallForm:
                 where=where,
                 fix="pass the same arguments, or compile another pipeline for this form",
             )
-        return self.plan.split(tensors)
+        pieces = self.plan.split(tensors)
+        self._check_constants(pieces, "as compiled")
+        return pieces
+
+    def _check_constants(self, pieces: Sequence[Sequence[Tensor]], words: str) -> None:
+        """Refuse microbatches with other values of constants than were compiled for."""
+        for k, value in self.constants.items():
+            for microbatch, tensors in enumerate(pieces if self.plan.sliced[k] else pieces[:1]):
+                if not torch.equal(tensors[k], value):
+                    raise UsageError(
+                        "a constant argument has another value than the one that is compiled",
+                        where=f"{self.plan.names[k]}, microbatch {microbatch}",
+                        needed=f"{reprlib.repr(value.tolist())}, {words}",
+                        given=reprlib.repr(tensors[k].tolist()),
+                        fix="give microbatches that agree in it, compile another pipeline for other values, "
+                        "or take it out of constant=[...]",
+                    )
+
+
+def places_of(constant: Sequence[str | int], model: nn.Module, batch: Batch) -> tuple[str | int, ...]:
+    """Return where the arguments named in ``constant=`` stand in a call: positions and names of kwargs.
+
+    Raises
+    ------
+    UsageError
+        One of them is no tensor of the call.
+    """
+    forward = inspect.signature(model.forward).parameters.values()
+    in_order = [p.name for p in forward if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    position = {name: k for k, name in enumerate(in_order[: len(batch.args)])}
+    places = tuple(key if isinstance(key, int) else position.get(key, key) for key in constant)
+    names = [_name(path) for path in Batch(batch.args, batch.kwargs).flat()[1].paths()]
+    for key, place in zip(constant, places, strict=True):
+        if not any(_is_named(name, (place,)) for name in names):
+            raise UsageError(
+                f"constant={key!r} names no tensor of the call",
+                needed=f"one of {', '.join(names)}",
+                given=repr(key),
+                fix="give positions of args and names of the forward's arguments",
+            )
+    return places
+
+
+def constant_values(constant: Sequence[str | int], model: nn.Module, batch: Batch) -> list[object]:
+    """Return the values of the arguments named in ``constant=``, of the whole batch."""
+    if not constant:
+        return []
+    tensors, spec = Batch(batch.args, batch.kwargs).flat()
+    places = places_of(constant, model, batch)
+    return [t.tolist() for t, p in zip(tensors, spec.paths(), strict=True) if _is_named(_name(p), places)]
 
 
 def _name(path: str) -> str:
@@ -113,8 +182,9 @@ def _name(path: str) -> str:
     return path
 
 
-def _is_whole(name: str, whole: Sequence[str | int]) -> bool:
-    keys = [f"args[{key}]" if isinstance(key, int) else key for key in whole]
+def _is_named(name: str, keys: Sequence[str | int]) -> bool:
+    """Return whether a tensor is one of the arguments ``keys`` (positions, names), or inside of one."""
+    keys = [f"args[{key}]" if isinstance(key, int) else key for key in keys]
     return any(name == key or name.startswith((f"{key}.", f"{key}[")) for key in keys)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbcompile.compiler.call import Batch, CallForm
+from zbcompile.compiler.call import Batch, CallForm, constant_values
 from zbcompile.compiler.evaluation import Evaluation
 from zbcompile.compiler.load import Results, join_results, losses_of, make_reader, make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan
@@ -145,7 +145,8 @@ class CompiledPipeline:
         """Return the evaluation of batches like this one; the least recently used one makes room for it."""
         tensors, spec = batch.flat()
         modes = tuple(torch_private.ambient_autocast())
-        form = repr((*((tuple(t.shape), t.dtype) for t in tensors), tuple(spec.paths()), modes))
+        constants = constant_values(self.options.constant, self.options.model, batch)
+        form = repr((*((tuple(t.shape), t.dtype) for t in tensors), tuple(spec.paths()), modes, constants))
         key = hashlib.sha256(form.encode()).hexdigest()
         found = self._evaluations.pop(key, None)
         if found is None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from zbcompile.compiler.call import Batch, CallForm
+from zbcompile.compiler.call import Batch, CallForm, places_of
 from zbcompile.compiler.load import make_reader, make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan, codegen, lower_order
 from zbcompile.options import CompileOptions
@@ -81,11 +81,12 @@ class Evaluation:
         batch: Batch,
     ) -> None:
         count = batch.most_microbatches(trained.schedule.num_microbatches)
-        self.call = CallForm(batch, options.whole, count)
+        constant = places_of(options.constant, options.model, batch)
+        self.call = CallForm(batch, options.whole, count, constant)
         loss_fn = options.loss_fn if batch.target is not None else None
         self.has_loss_fn = loss_fn is not None
         held = [(*s.parameters, *s.buffers) for s in trained_stages]
-        self.staged = build_forward(options.model, self.call.example, loss_fn, held)
+        self.staged = build_forward(options.model, self.call.example, loss_fn, held, self.call.constants)
         one = trained.comm.one_communicator
         order, problem = forward_order(self.staged.stages, trained.problem, count)
         comm = lower_order(order, problem, one_communicator=one)
@@ -103,6 +104,7 @@ def build_forward(
     microbatch: Batch,
     loss_fn: Callable[..., Tensor] | None,
     held: Sequence[Sequence[str]],
+    constant: Collection[int] = (),
 ) -> StagedForward:
     """Capture a model in evaluation mode and cut it as the trained stages are cut.
 
@@ -110,6 +112,8 @@ def build_forward(
     ----------
     held
         Per trained stage the names of its parameters and buffers.
+    constant
+        Flat positions of the tensors whose values become part of the graphs.
 
     Raises
     ------
@@ -118,7 +122,12 @@ def build_forward(
     """
     with _evaluation_mode(model, loss_module(model, loss_fn) or model):
         captured = capture(
-            model, microbatch.args, microbatch.kwargs, target=microbatch.target, loss_fn=loss_fn
+            model,
+            microbatch.args,
+            microbatch.kwargs,
+            target=microbatch.target,
+            loss_fn=loss_fn,
+            constant=constant,
         )
     fold_constant_masks(captured)
     stages = forward_stages(captured, held)

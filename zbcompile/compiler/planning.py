@@ -55,7 +55,7 @@ def plan_for_all(
     """
     if group is None:
         return profile_and_plan(options, num_ranks, call, staged, observer)
-    _agree(options, group, call, staged)
+    _agree(group, call, staged)
     text = None
     if group.rank == 0:
         text = schedule_json.dumps(profile_and_plan(options, num_ranks, call, staged, observer))
@@ -239,14 +239,14 @@ def _placement(options: CompileOptions, num_ranks: int) -> Placement | None:
     return Placement.named(chosen, num_ranks, stages // num_ranks)
 
 
-def _agree(options: CompileOptions, group: PipelineGroup, call: CallForm, staged: StagedModel) -> None:
-    """Refuse to start where the ranks were asked for different things."""
+def _agree(group: PipelineGroup, call: CallForm, staged: StagedModel) -> None:
+    """Refuse to start where the ranks have different models or batches."""
     group.agree(
         {
             "microbatches": str(call.num_microbatches),
             "stage graphs": " ".join(s.signature_hash() for s in staged.stages),
             "batch": f"{call.plan.names} {call.plan.sliced} {call.plan.shapes}",
-            **options.agreed_parts(),
+            "constant arguments": repr({k: value.tolist() for k, value in call.constants.items()}),
             "tied parameters": _tied_state(staged),
         }
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,6 +43,7 @@ def build_stages(
     device: torch.device | str | None = None,
     verify: bool | None = False,
     planned_for: Device | None = None,
+    constant: Collection[int] = (),
     observer: Observer = quiet,
 ) -> StagedModel:
     """Capture a model on one example microbatch, cut it, and split the backward of every stage.
@@ -64,6 +65,8 @@ def build_stages(
         Whether F, B and W of all stages are compared with the untouched model; None: where that is cheap.
     planned_for
         Device on which the stages shall take equal times; None: one core of a CPU, by nominal rates.
+    constant
+        Flat positions of the tensors in (args, kwargs, target) whose values become part of the graphs.
     observer
         Called after each step.
 
@@ -78,7 +81,7 @@ def build_stages(
         Each names module path and source line where known.
     """
     check_backend(backend)
-    captured = capture(model, args, kwargs, target=target, loss_fn=loss_fn, device=device)
+    captured = capture(model, args, kwargs, target=target, loss_fn=loss_fn, device=device, constant=constant)
     captured = _with_usable_loss(captured, loss_fn is not None)
     observer("capture", captured)
     fold_constant_masks(captured)
