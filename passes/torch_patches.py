@@ -1,7 +1,7 @@
 """Patch torch while a model is traced: every context that changes how torch behaves, and puts it back.
 
 Capture uses `as_in_eager`, `compiled_code_as_eager`, `distributions_unchecked`,
-`grouped_products_of_any_dtype`, `idle_casts_skipped`, `quiet`, `truth_asked_first` and
+`grouped_products_of_any_dtype`, `idle_casts_skipped`, `indices_as_calls`, `quiet`, `truth_asked_first` and
 `without_tensor_hooks`; the joint trace uses `joint_trace_patched`.
 """
 
@@ -28,6 +28,7 @@ __all__ = [
     "distributions_unchecked",
     "grouped_products_of_any_dtype",
     "idle_casts_skipped",
+    "indices_as_calls",
     "joint_trace_patched",
     "quiet",
     "truth_asked_first",
@@ -206,6 +207,24 @@ def idle_casts_skipped() -> Iterator[None]:
         return module if idle else cast(module, *args, **kwargs)
 
     with attribute_replaced(nn.Module, "to", to):
+        yield
+
+
+@contextlib.contextmanager
+def indices_as_calls() -> Iterator[None]:
+    """Trace the indexing of masks under vmap (`TransformGetItemToIndex`) as the one call that it makes.
+
+    Torch would put a function into the graph, for the sake of a gradient that a mask has not.
+    """
+    from torch._dynamo import _trace_wrapped_higher_order_op as indexing
+
+    given: Callable[[Tensor, list[Tensor]], Tensor] = vars(indexing)["mod_index"]
+
+    def index(x: Tensor, indices: list[Tensor]) -> Tensor:
+        made: Tensor = given(x, indices) if x.requires_grad else torch.ops.aten.index(x, indices)
+        return made
+
+    with attribute_replaced(indexing, "mod_index", index):
         yield
 
 

@@ -42,6 +42,7 @@ def traced_modes() -> Iterator[None]:
         torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
         torch_patches.distributions_unchecked(),
         torch_patches.idle_casts_skipped(),
+        torch_patches.indices_as_calls(),
     ):
         yield
 
