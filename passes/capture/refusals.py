@@ -76,6 +76,24 @@ _REASONS = (
 """(words of torch's error, reason, fix); the first that matches is told."""
 
 
+_WALKS = ("torch.Tensor.unbind", "torch.Tensor.__iter__")
+_LOOP = (
+    "a Python loop runs over a tensor whose length or values depend on data",
+    "run over a fixed number of parts (all experts), each with the rows that torch.where gives it; an "
+    "argument that has one value in all steps: compile(..., constant=[its name])",
+)
+_OTHER_EXPERTS = (
+    'call model.set_experts_implementation("grouped_mm") (or "batched_mm"), or build the model with '
+    'experts_implementation="grouped_mm"'
+)
+
+
+def _has_other_experts(module: nn.Module) -> bool:
+    """Return whether a module of transformers loops over experts and could do otherwise."""
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return chosen == "eager" and hasattr(type(module).forward, "__wrapped__")
+
+
 def explain(model: nn.Module, whole: nn.Module, error: BaseException, guard: TraceGuard) -> ZBCompileError:
     """Return the error to raise for one that tracing ended with.
 
@@ -101,6 +119,10 @@ def explain(model: nn.Module, whole: nn.Module, error: BaseException, guard: Tra
     text = f"{type(error).__name__}: {error}"
     reason, fix = _reason(text)
     depends_on_data = any(mark in text for mark in _DATA_DEPENDENT)
+    if depends_on_data and guard.failed in _WALKS:
+        reason, fix = _LOOP
+        if path and _has_other_experts(whole.get_submodule(path)):
+            fix = _OTHER_EXPERTS
     op = guard.failed or (guard.read if depends_on_data else "")
     op = f" in {op}" if op else ""
     if guard.transform and not depends_on_data:

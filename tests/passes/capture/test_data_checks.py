@@ -6,6 +6,8 @@ PYTEST_DONT_REWRITE: the assert statements of the models stand in their source a
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -302,3 +304,32 @@ def test_a_cast_that_changes_nothing_is_left_out() -> None:
     assert verify(model, built, (x,), loss_fn=loss).exact
     with pytest.raises(CaptureError, match="moved or cast inside the forward"):
         capture(Of(lambda m, x: m.router(x), router=Router(torch.float64)), (x,))
+
+
+def loops(m: Of, x: Tensor) -> Tensor:
+    """As experts of transformers run in their "eager" implementation."""
+    x = m.a(x)
+    chosen, y = F.one_hot(x.argmax(1) % 2, 2).T, torch.zeros_like(x)
+    for index in (chosen.sum(1) > 0).nonzero():
+        (rows,) = torch.where(chosen[index[0]])
+        y = y.index_add(0, rows, m.b(x[rows]))
+    return y
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.config = types.SimpleNamespace(_experts_implementation="eager")
+
+    @functools.wraps(loops)
+    def forward(self, x: Tensor) -> Tensor:
+        return loops(self, x)  # type: ignore[arg-type]
+
+
+def test_a_loop_over_what_data_chose_is_refused() -> None:
+    words = r"Python loop runs over a tensor whose length(?s:.*)test_data_checks.py:\d+(?s:.*)"
+    with pytest.raises(CaptureError, match=words + "all experts"):
+        capture(Of(loops), (torch.rand(6, SIZE),))
+    with pytest.raises(CaptureError, match=words + r'\(part\)\n.*set_experts_implementation\("grouped_mm"\)'):
+        capture(Of(lambda m, x: m.part(x), part=Experts()), (torch.rand(6, SIZE),))

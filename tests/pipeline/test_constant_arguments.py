@@ -1,0 +1,110 @@
+"""``compile(..., constant=...)``: arguments whose values the model's code reads."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.pipeline_oracle import Batch, autograd, compiled, mean_square, same_state
+from zbcompile.errors import UsageError
+
+SIZE = 8
+ROWS = 6
+
+
+class Packed(nn.Module):
+    """Cuts its features where an argument says, as models of images and packed sequences do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor, sizes: Tensor, extra: dict[str, Any] | None = None) -> Tensor:
+        parts = self.first(x).split(sizes[0].tolist(), dim=1)
+        y = torch.cat([part * (k + 1) for k, part in enumerate(parts)], 1)
+        if extra is not None:
+            y = y.roll(int(extra["shift"]), 1)
+        return self.last(y.tanh()) + sizes.float().mean()
+
+
+def data(*sizes: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(ROWS, SIZE), torch.tensor([sizes or (3, 5)] * ROWS)
+
+
+@pytest.mark.parametrize("named", ["sizes", 1])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_steps_equal_autograd(named: str | int, by_name: bool) -> None:
+    if by_name and named == 1:
+        named = "sizes"
+    x, sizes = data()
+    model = Packed()
+    reference = copy.deepcopy(model)
+    batch = Batch((x,), {"sizes": sizes}) if by_name else Batch((x, sizes))
+    pipeline = compiled(model, batch, 2, 3, loss_fn=mean_square, constant=(named,))
+    for _ in range(2):
+        pipeline.step(*batch.args, **batch.kwargs)
+        autograd(reference, batch.cut(3), mean_square, scale=3)
+        same_state(model, reference)
+
+
+def test_a_step_with_another_value_is_refused_by_name_and_microbatch() -> None:
+    x, sizes = data()
+    pipeline = compiled(Packed(), Batch((x, sizes)), 2, 3, loss_fn=mean_square, constant=["sizes"])
+    other = sizes.clone()
+    other[4:] = torch.tensor([4, 4])
+    words = (
+        r"another value than the one that is compiled \(args\[1\], microbatch 2\)(?s:.*)\[\[3, 5\](?s:.*)4, 4"
+    )
+    with pytest.raises(UsageError, match=words):
+        pipeline.step(x, other)
+    pipeline.step(x, sizes)
+
+
+def test_an_evaluation_may_have_values_of_its_own() -> None:
+    x, sizes = data()
+    model = Packed()
+    pipeline = compiled(model, Batch((x, sizes)), 2, 3, loss_fn=mean_square, constant=["sizes"])
+    for other in ((3, 5), (2, 6), (3, 5)):
+        _, sizes = data(*other)
+        parts = [model(a, b) for a, b in zip(x.chunk(3), sizes.chunk(3), strict=True)]
+        assert torch.equal(pipeline.eval(x, sizes), torch.cat(parts))
+    assert len(pipeline._ready()._evaluations) == 2
+
+
+def test_a_constant_in_a_nested_argument_that_is_not_cut() -> None:
+    x, sizes = data()
+    model = Packed()
+    reference = copy.deepcopy(model)
+    kwargs = {"extra": {"shift": torch.tensor(3)}, "sizes": sizes}
+    pipeline = compiled(model, Batch((x,), kwargs), 2, 3, loss_fn=mean_square, constant=["sizes", "extra"])
+    pipeline.step(x, **kwargs)
+    autograd(reference, Batch((x,), kwargs).cut(3), mean_square, scale=3)
+    same_state(model, reference)
+    with pytest.raises(UsageError, match=r"extra.shift, microbatch 0\)\n  needed: 3, as compiled; given: 2"):
+        pipeline.step(x, sizes=sizes, extra={"shift": torch.tensor(2)})
+
+
+@pytest.mark.parametrize(
+    ("constant", "words"),
+    [
+        (["size"], r"constant='size' names no tensor of the call\n  needed: one of args\[0\], args\[1\]"),
+        ([2], r"constant=2 names no tensor"),
+        ([0], r"\(args\[0\], microbatch 1\)"),
+    ],
+)
+def test_what_cannot_be_a_constant(constant: list[Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        compiled(Packed(), Batch(data()), 2, 3, loss_fn=mean_square, constant=constant)
+
+
+def test_without_it_the_read_is_refused_and_the_way_out_told() -> None:
+    x, sizes = data()
+    extra = {"shift": torch.tensor(3)}
+    with pytest.raises(zbcompile.errors.CaptureError, match=r"compile\(\.\.\., constant=\[its name\]\)"):
+        compiled(Packed(), Batch((x, sizes, extra)), 2, 3, loss_fn=mean_square)
