@@ -9,6 +9,7 @@ its last frame with the module path as its function, so that ``print_readable()`
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -109,6 +110,7 @@ def is_torch_file(file: str) -> bool:
     return file.startswith(_TORCH)
 
 
+@functools.cache
 def is_own_file(file: str) -> bool:
     """Return whether a path is one of this package's passes."""
     return os.path.realpath(file).startswith(_OWN)
