@@ -21,7 +21,10 @@ from zbcompile.passes.nodes import value_of
 __all__ = ["flexible_views"]
 
 _VIEWS = ("aten.view.default", "aten._unsafe_view.default")
-_OWN_LAYOUT = ("batch_norm", "group_norm", "instance_norm", "convolution", "pool", "upsample", "interpolate")
+_OWN_LAYOUT = (
+    "batch_norm", "group_norm", "instance_norm", "convolution", "pool", "upsample", "interpolate",
+    "log_sigmoid",
+)  # fmt: skip
 """Parts of the names of calls that may or may not keep the layout of an argument that is not contiguous."""
 _DENSE = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.", "aten.clone.", "aten.embedding")
 """Starts of the names of calls whose results have the layout that torch foretells."""

@@ -172,9 +172,22 @@ def _known(order: CallOrder) -> str:
 
 
 def _nearest(order: CallOrder, position: int) -> str:
-    near = sorted(order.cuts, key=lambda cut: abs(cut.position - position))[:3]
-    names = [f"{cut.module_path} ({cut.source})" for cut in near]
-    return "the nearest legal cuts are before " + "; ".join(names) if near else "there is no legal cut"
+    """Name the nearest legal cuts that a name can ask for: before the first call of a module."""
+    first: dict[str, int] = {}
+    for i, node in enumerate(order.nodes):
+        parts = module_path_of(node).split(".")
+        for depth in range(1, len(parts) + 1):
+            first.setdefault(".".join(parts[:depth]), i)
+    names = {i: name for name, i in reversed(first.items()) if name}  # the outermost that starts there
+    near = sorted(
+        (cut for cut in order.cuts if cut.position in names), key=lambda c: abs(c.position - position)
+    )
+    if near:
+        found = [f"{names[cut.position]} ({cut.source})" for cut in near[:3]]
+        return "the nearest legal cuts are before " + "; ".join(found)
+    if order.cuts:
+        return "no module starts at a legal cut: give a function that chooses among the cuts (docs/split.md)"
+    return "there is no legal cut"
 
 
 def _largest(order: CallOrder) -> str:

@@ -360,6 +360,9 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     ),
     "rows chosen by data": (lambda: Of(chosen_rows, shift=nn.Parameter(torch.randn(1, SIZE))), FLAT),
     "a norm of a transpose": (lambda: Of(normed_transpose, norm=nn.BatchNorm1d(SIZE)), SEQUENCE),
+    "log sigmoid of a transpose": (
+        lambda: Of(lambda m, x: m.c(F.logsigmoid(m.a(x).transpose(1, 2)).transpose(1, 2).exp())), SEQUENCE
+    ),
     "attention kernels that the CPU takes first": (lambda: Of(first_kernel), SEQUENCE),
     "experts by torch.where": (lambda: Of(experts), FLAT),
     "a Function that differentiates by itself": (

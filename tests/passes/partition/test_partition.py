@@ -147,8 +147,21 @@ def test_illegal_split_point_names_the_nearest_legal_one() -> None:
     args, _, target = vectors()()
     with pytest.raises(CutError, match="cannot be cut before 'b'") as caught:
         build_stages(Changes(), 2, args, target=target, loss_fn=mse, split_points=["b"])
-    assert "nearest legal cuts" in str(caught.value)
-    assert "c (" in str(caught.value)
+    assert "nearest legal cuts are before c (" in str(caught.value)
+
+
+def test_cuts_that_no_name_can_ask_for_are_not_named() -> None:
+    class Changes(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x).tanh() * 2
+            z = self.b(x)
+            y.add_(1.0)
+            return (y + z).tanh() * 2
+
+    args, _, target = vectors()()
+    with pytest.raises(CutError, match="cannot be cut before 'b'") as caught:
+        build_stages(Changes(), 2, args, target=target, loss_fn=mse, split_points=["b"])
+    assert "no module starts at a legal cut: give a function" in str(caught.value)
 
 
 def test_policy_chooses_among_legal_cuts() -> None:
