@@ -42,9 +42,12 @@ __all__ = [
     "ambient_autocast",
     "any_hooks",
     "as_fake",
+    "assert_later",
     "assigned_buffers",
     "backward_hooks",
     "checkpoint_marked",
+    "ctc_gradient",
+    "ctc_losses",
     "depends_on_data",
     "draws_seen",
     "evaluate_fake",
@@ -79,6 +82,13 @@ __all__ = [
     "wrapper_kind",
 ]
 
+
+ctc_losses: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._ctc_loss.Tensor
+"""The loss of every sample, and the table that the backward reads."""
+ctc_gradient: Callable[..., Tensor] = torch.ops.aten._ctc_loss_backward.Tensor
+"""The gradient of the first argument, from the losses and the table."""
+assert_later: Callable[..., None] = torch._assert_async
+"""Demands that a tensor is true, without waiting for it."""
 
 LINALG_CHECK = torch.fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
 """Raises for a singular matrix; has no result, and dead code elimination keeps it."""

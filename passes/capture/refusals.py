@@ -36,11 +36,6 @@ _REASONS = (
         "an argument that has one value in all steps: compile(..., constant=[its name])",
     ),
     (
-        ("_ctc_loss",),
-        "torch cannot trace ctc_loss: the size of what it keeps depends on the targets",
-        "compute the loss outside of the pipeline, or put it into a torch.autograd.Function",
-    ),
-    (
         ("DynamicOutputShape",),
         "the shape of a result depends on tensor data",
         "give lengths and sizes as Python numbers, use an operation with a fixed shape, or name an argument "

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from zbcompile.errors import CaptureError
 from zbcompile.passes import torch_private
+from zbcompile.passes.capture.ctc_loss import ctc_loss
 from zbcompile.passes.capture.data_checks import Check, check_at, demand_at, keep_check
 from zbcompile.passes.capture.draws import Draws
 from zbcompile.passes.capture.known_values import KnownValues
@@ -105,7 +106,9 @@ class TraceGuard(TorchFunctionMode):
             self.read = _name(func)
         if func is torch.Tensor.requires_grad_ and not self.suspect:
             self.suspect = caller_source()
-        if func is torch._assert_async and self.demand(cast("Tensor", taken[0]), sys._getframe(1)):
+        if func in (F.ctc_loss, torch.ctc_loss):
+            return ctc_loss(*taken, **given)  # type: ignore[arg-type]
+        if func is torch_private.assert_later and self.demand(cast("Tensor", taken[0]), sys._getframe(1)):
             return None
         if func in _QUESTIONS and (check := self._check(sys._getframe(1))) is not None:
             keep_check(check, _QUESTIONS[func](*taken, **given))

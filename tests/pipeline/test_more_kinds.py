@@ -252,10 +252,6 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], type[Exception], tuple[str, ...]
         lambda m, x: x + m.to(torch.float64).weight.sum().float(), CaptureError,
         ("moved or cast inside the forward", "(inner)"),
     ),
-    "ctc_loss": (
-        lambda m, x: x + F.ctc_loss(x[:, None].log_softmax(-1), torch.ones(1, 2).long(), (6,), (2,)),
-        CaptureError, ("torch cannot trace ctc_loss", "(inner)"),
-    ),
     "a new module": (replaces, CaptureError, ("the module Identity (inner.kind)", "run the model once")),
     "a tensor that is read and replaced": (keeps, CaptureError, ("'inner.kept'", "buffer")),
     "a tensor that is changed": (changes, CaptureError, ("'inner.kept' in place", "buffer")),

@@ -282,6 +282,20 @@ class Redone(torch.autograd.Function):
         return x.grad, weight.grad
 
 
+def spoken(m: Of, x: Tensor) -> Tensor:
+    """CTC losses of padded, joined, single and hopeless targets."""
+    x = m.c(m.b(m.a(x)).tanh()).log_softmax(-1)  # five steps of two samples
+    steps, x = torch.tensor([5, 4]), x.transpose(0, 1)
+    padded = torch.tensor([[1, 2, 0], [3, 3, 4]])
+    return (
+        F.ctc_loss(x, padded, steps, torch.tensor([2, 3]), zero_infinity=True)
+        + F.ctc_loss(x, torch.tensor([1, 2, 7]), (5, 4), (2, 1), reduction="sum")
+        + F.ctc_loss(x, padded, steps, torch.tensor([2, 1]), reduction="none").sum()
+        + F.ctc_loss(x[:, 0], padded[0, :2], steps[0], torch.tensor(2), blank=7)
+        + nn.CTCLoss()(x, padded[padded > 0], steps, (padded > 0).sum(1))
+    )
+
+
 def rows(*shape: int) -> Callable[[], Any]:
     return lambda: ((torch.randn(*shape),), {})
 
@@ -376,6 +390,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
         FLAT,
     ),
     "linear algebra": (lambda: Of(solved), FLAT),
+    "CTC losses": (lambda: Of(spoken), SEQUENCE),
     "nested arguments and results": (lambda: Of(structured), nested),
     "values kept in attributes": (lambda: Of(remembered), FLAT),
     "rows repeated by data": (

@@ -19,8 +19,8 @@ from zbcompile.passes.split.forward_only import forward_stages
 ORDER_OF_A_SUM = {"a parameter used several times", "complex tensors"}
 """One parameter in several stages, several times in one: partial sums are added in another order.
 
-A complex value that is multiplied by its own conjugate has two gradients, which the kernels of some processors
-round by where its numbers lie in memory."""
+A complex value that is multiplied by its own conjugate has two gradients; kernels of some processors round by
+where its numbers lie in memory."""
 
 
 @pytest.mark.parametrize("name", TRAITS)
