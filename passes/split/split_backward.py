@@ -75,7 +75,13 @@ def split_backward(
         stages.append(renamed(graphs, first, stage.source, captured))
     _check_gradients(stages, traced)
     strides = {port.name: port.grad_stride for graphs in stages for port in graphs.outputs}
-    return tuple(_with_gradient_strides(graphs, strides) for graphs in stages)
+    trained = {name for graphs in stages for name in graphs.call_layout.full}
+    return tuple(_with_gradient_strides(_of_trained(graphs, trained), strides) for graphs in stages)
+
+
+def _of_trained(stage: StageGraphs, trained: Collection[str]) -> StageGraphs:
+    """Return the stage without trainable parameters that get no gradient in any stage: nothing sums them."""
+    return replace(stage, trainable=tuple(name for name in stage.trainable if name in trained))
 
 
 def _split_stage(captured: Captured, stage: JointStage, price: Callable[[Node], int | None]) -> StageGraphs:

@@ -131,7 +131,7 @@ class StageGraphs:
     parameters, buffers
         Names in the original model, the canonical one where tied.
     trainable
-        Those parameters that require a gradient, in order.
+        Those parameters that require a gradient, and get one in this stage or another, in order.
     mutated
         Those buffers that F changes.
     constants

@@ -301,6 +301,23 @@ def test_tied_weights(stages: int, frozen: bool) -> None:
     assert len({id(p) for p in listed}) == len(listed) == 3
 
 
+def test_a_parameter_of_two_stages_without_a_gradient_has_none() -> None:
+    """Codes that are looked up and detached: autograd leaves their gradient empty, and AdamW leaves them alone."""
+
+    def quantized(m: Calls, x: Tensor) -> Tensor:
+        x = m.first(x)
+        nearest = torch.cdist(x, m.a).argmin(-1)
+        return m.third(m.second(x + (m.a[nearest] - x).detach()))
+
+    model = Calls(quantized)
+    pipeline = compiled(model, Batch((batch_of(SIZE),)), 3, 3, loss_fn=mean_square)
+    pipeline.step(batch_of(SIZE))
+    held = [stage.index for stage in pipeline if "a" in dict(stage.named_parameters())]
+    assert len(held) == 2
+    assert model.a.grad is None
+    assert model.first.weight.grad is not None
+
+
 # Arguments and results.
 
 

@@ -255,7 +255,7 @@ def _agree(group: PipelineGroup, call: CallForm, staged: StagedModel) -> None:
 def _tied_state(staged: StagedModel) -> str:
     """Return a hash of the parameters that several stages hold: their copies must start equal."""
     digest = hashlib.sha256()
-    for name in tied_holders([s.trainable for s in staged.stages]):
+    for name in tied_holders([s.parameters for s in staged.stages]):
         tensor = staged.captured.state[name].detach()
         if tensor.is_meta:
             continue  # `Stage.materialize` gives all copies the same value

@@ -54,16 +54,16 @@ class GradientSums:
                 total.add_(grad)
 
 
-def tied_holders(trainable: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]]:
+def tied_holders(parameters: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]]:
     """Return the parameters that several stages hold: name -> stages in order.
 
     Parameters
     ----------
-    trainable
-        Per stage, the names of its trainable parameters.
+    parameters
+        Per stage, names of parameters.
     """
     holders: dict[str, list[int]] = {}
-    for stage, names in enumerate(trainable):
+    for stage, names in enumerate(parameters):
         for name in names:
             holders.setdefault(name, []).append(stage)
     return {name: tuple(stages) for name, stages in sorted(holders.items()) if len(stages) > 1}
