@@ -267,7 +267,16 @@ def _export(whole: _Traced, tensors: Sequence[Tensor]) -> ExportedProgram:
             try:
                 return torch.export.export(whole, detached, strict=False)
             except Exception:
-                raise explain(whole.model, whole.tables[0], error, first) from error
+                integers = _integers(whole, detached)
+                raise explain(whole.model, whole.tables[0], error, first, integers) from error
+
+
+def _integers(whole: _Traced, tensors: Sequence[Tensor]) -> list[str]:
+    """Return the names of the model's arguments that hold whole numbers and are not pinned."""
+    free = [path for k, path in enumerate(whole.spec.paths()) if k not in whole.pinned]
+    pairs = zip(free, tensors, strict=True)
+    found = [p for p, t in pairs if not t.is_floating_point() and not t.is_complex() and p[:3] != "[2]"]
+    return [path.removeprefix("[1].").replace("[0]", "args", 1) for path in found]
 
 
 def _named(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -89,7 +89,13 @@ def _has_other_experts(module: nn.Module) -> bool:
     return chosen == "eager" and hasattr(type(module).forward, "__wrapped__")
 
 
-def explain(model: nn.Module, whole: nn.Module, error: BaseException, guard: TraceGuard) -> ZBCompileError:
+def explain(
+    model: nn.Module,
+    whole: nn.Module,
+    error: BaseException,
+    guard: TraceGuard,
+    integers: Sequence[str] = (),
+) -> ZBCompileError:
     """Return the error to raise for one that tracing ended with.
 
     Parameters
@@ -102,6 +108,8 @@ def explain(model: nn.Module, whole: nn.Module, error: BaseException, guard: Tra
         What the trace raised. An error of this package is returned as it is.
     guard
         What the trace had called.
+    integers
+        Names of the arguments that hold whole numbers: code may have read one of them.
 
     Returns
     -------
@@ -123,6 +131,8 @@ def explain(model: nn.Module, whole: nn.Module, error: BaseException, guard: Tra
     if guard.transform and not depends_on_data:
         reason, line = f"a torch.func transform cannot be traced here ({reason})", line or guard.transform
         fix = "use torch.autograd.grad(..., create_graph=True), or put it into a torch.autograd.Function"
+    if integers:
+        fix = fix.replace("[its name])", f"[its name]) (one of {', '.join(integers)})")
     line = line or guard.suspect
     at = f" at {line}" if line else ""
     return CaptureError(f"cannot capture {type(model).__name__}: {reason}{op}{at}", where=path, fix=fix)

@@ -106,5 +106,6 @@ def test_what_cannot_be_a_constant(constant: list[Any], words: str) -> None:
 def test_without_it_the_read_is_refused_and_the_way_out_told() -> None:
     x, sizes = data()
     extra = {"shift": torch.tensor(3)}
-    with pytest.raises(zbcompile.errors.CaptureError, match=r"compile\(\.\.\., constant=\[its name\]\)"):
+    words = r"constant=\[its name\]\) \(one of args\[1\], args\[2\].shift\)"
+    with pytest.raises(zbcompile.errors.CaptureError, match=words):
         compiled(Packed(), Batch((x, sizes, extra)), 2, 3, loss_fn=mean_square)
