@@ -302,7 +302,7 @@ def test_tied_weights(stages: int, frozen: bool) -> None:
 
 
 def test_a_parameter_of_two_stages_without_a_gradient_has_none() -> None:
-    """Codes that are looked up and detached: autograd leaves them no gradient, and AdamW leaves them alone."""
+    """Codes that are looked up and detached: autograd gives them no gradient, so AdamW leaves them alone."""
 
     def quantized(m: Calls, x: Tensor) -> Tensor:
         x = m.first(x)
