@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.frontend_helpers import state_of
 from tests.support.kinds_zoo import SIZE, Of
 from tests.support.pipeline_oracle import Batch, compiled, mean_square
 from zbcompile.compiler.stages import build_stages
-from zbcompile.errors import CaptureError, PipelineError
+from zbcompile.errors import CaptureError, DataError, PipelineError
 from zbcompile.passes.capture.capture import capture
 from zbcompile.passes.capture.data_checks import is_check
+from zbcompile.passes.split.sequence import run_forward
 from zbcompile.passes.verify.verify import verify
 
 
@@ -118,20 +120,28 @@ KEPT = (
 
 @pytest.mark.parametrize("check", KEPT, ids=lambda f: f.__name__)
 def test_a_branch_that_only_raises_is_kept(check: Callable[..., Tensor]) -> None:
-    """(Microbatch 2 of the last batch is refused, in steps and in evaluation; all others are as ever.)"""
     torch.manual_seed(0)
     model, x = Of(check), torch.rand(6, SIZE)
-    pipeline = compiled(model, Batch((x,)), 2, 3, loss_fn=mean_square, verify=True)
-    pipeline.step(x)
+    built = build_stages(model, 2, (x,), loss_fn=loss)
+    assert verify(model, built, (x,), loss_fn=loss).exact
     bad = x.clone()
     bad[4, 2] = 200.0
     with pytest.raises((ValueError, AssertionError, RuntimeError)):
-        model(bad[4:])
-    words = r"DataError.* at test_data_checks.py:\d+(?s:.*)microbatch 2"
-    with pytest.raises(PipelineError, match=words):
+        model(bad)
+    with pytest.raises(DataError, match=r" at test_data_checks.py:\d+"):
+        run_forward(built.stages, state_of(model), [bad])
+    run_forward(built.stages, state_of(model), [x])
+
+
+@pytest.mark.parametrize("check", [raises_if, checks_number])
+def test_a_refused_microbatch_is_named_in_steps_and_evaluations(check: Callable[..., Tensor]) -> None:
+    model, x = Of(check), torch.rand(6, SIZE)
+    pipeline = compiled(model, Batch((x,)), 2, 3, loss_fn=mean_square)
+    bad = x.clone()
+    bad[4, 2] = 200.0
+    with pytest.raises(PipelineError, match=r"DataError.* at test_data_checks.py:\d+(?s:.*)microbatch 2"):
         pipeline.step(bad)
-    hint = check is checks_number  # torch runs what it takes as a hint about sizes itself
-    with pytest.raises(PipelineError, match="microbatch 2" if hint else words):
+    with pytest.raises(PipelineError, match="microbatch 2"):
         pipeline.eval(bad)
     pipeline.step(x)
 
