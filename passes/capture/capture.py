@@ -26,6 +26,7 @@ from zbcompile.passes import torch_patches, torch_private
 from zbcompile.passes.capture.captured import Captured, Role, RoleKind
 from zbcompile.passes.capture.collection import collection_paused
 from zbcompile.passes.capture.custom_functions import intercepted
+from zbcompile.passes.capture.function_caches import function_caches_kept
 from zbcompile.passes.capture.inline import inline
 from zbcompile.passes.capture.meta_capture import meta_as_fake
 from zbcompile.passes.capture.modes import traced_modes
@@ -203,7 +204,7 @@ class _Traced(nn.Module):
         record.guard = guard
         hooks, state = torch_patches.without_tensor_hooks(), state_guarded(tables, record.changes)
         asked = torch_patches.truth_asked_first(guard.truth, guard.demand)
-        with as_eager, traced_modes(), hooks, state, asked, guard:
+        with as_eager, traced_modes(), function_caches_kept(tables), hooks, state, asked, guard:
             value: object = self.model(*args, **kwargs)
             loss = None if loss_fn is None else loss_fn(value, target)
         _write_assigned_buffers(before, tables)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from zbcompile.passes.joint.graph_facts import has_static_shape
 from zbcompile.passes.nodes import value_of
 
 __all__ = ["flexible_views"]
@@ -53,11 +54,11 @@ def _layouts_differ(node: Node) -> bool:
     first = next(iter(tensors), None)
     if any(part in str(node.target) for part in _OWN_LAYOUT):
         return any(not _is_contiguous(t) for t in tensors)
-    if first is None or not all(isinstance(n, int) for t in tensors for n in t.shape):
+    if first is None or not all(map(has_static_shape, tensors)):
         return False
     alike = [t for t in tensors if t.shape == first.shape]
     return any(t.stride() != first.stride() for t in alike)
 
 
 def _is_contiguous(value: Tensor) -> bool:
-    return all(isinstance(n, int) for n in value.shape) and value.is_contiguous()
+    return has_static_shape(value) and value.is_contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -296,6 +297,22 @@ def spoken(m: Of, x: Tensor) -> Tensor:
     )
 
 
+@functools.lru_cache
+def phases(size: int) -> Tensor:
+    return torch.arange(size) / size
+
+
+class Phases(nn.Module):
+    """Keeps tables in caches of functions, as rotary tables are kept."""
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def table(self, size: int) -> Tensor:
+        return torch.linspace(0, 1, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table(x.shape[-1]) * phases(x.shape[-1])
+
+
 def rows(*shape: int) -> Callable[[], Any]:
     return lambda: ((torch.randn(*shape),), {})
 
@@ -390,6 +407,9 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
         FLAT,
     ),
     "linear algebra": (lambda: Of(solved), FLAT),
+    "tables in caches of functions": (
+        lambda: Of(lambda m, x: m.c(m.phases(m.b(m.phases(m.a(x))))), phases=Phases()), FLAT
+    ),
     "CTC losses": (lambda: Of(spoken), SEQUENCE),
     "nested arguments and results": (lambda: Of(structured), nested),
     "values kept in attributes": (lambda: Of(remembered), FLAT),
