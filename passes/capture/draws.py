@@ -2,19 +2,25 @@
 
 ``torch.rand([]) < 0.0`` is false whatever is drawn, so a layer that is dropped at a rate of 0 always runs;
 the draw stays in the graph, because it moves the random state. Any other rate makes a branch at random.
+A draw of Python's or numpy's own random numbers is nothing but such a comparison, or it is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from zbcompile.errors import CaptureError
 from zbcompile.passes.provenance import caller_source
+from zbcompile.passes.torch_patches import attribute_replaced
 
-__all__ = ["Draws"]
+__all__ = ["Draws", "compared_draws"]
 
 _Function = Callable[..., object]
 
@@ -52,14 +58,17 @@ class Draws:
         """
         if id(tensor) not in self._compared:
             return None
-        known = self._compared[id(tensor)][1]
-        if known is None:
-            raise CaptureError(
-                "a random draw decides which part of the forward runs: a graph would repeat the first choice",
-                where=caller_source(),
-                fix="set the rate to 0 (layerdrop=0.0 in a configuration of transformers), or use a mask",
-            )
-        return known
+        return _decided(self._compared[id(tensor)][1])
+
+
+def _decided(known: bool | None) -> bool:
+    if known is None:
+        raise CaptureError(
+            "a random draw decides which part of the forward runs: a graph would repeat the first choice",
+            where=caller_source(),
+            fix="set the rate to 0 (layerdrop=0.0 in a configuration of transformers), or use a mask",
+        )
+    return known
 
 
 def _known(func: _Function, rate: object) -> bool | None:
@@ -75,3 +84,55 @@ def _known(func: _Function, rate: object) -> bool | None:
     if never or always:
         return always is (func in _LESS or func in _LESS_EQUAL)
     return None
+
+
+class _Drawn:
+    """A number in [0, 1) that is not drawn: it may be compared with a rate, and nothing else."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __lt__(self, rate: float) -> bool:
+        return _decided(_known(torch.lt, rate))
+
+    def __le__(self, rate: float) -> bool:
+        return _decided(_known(torch.le, rate))
+
+    def __gt__(self, rate: float) -> bool:
+        return _decided(_known(torch.gt, rate))
+
+    def __ge__(self, rate: float) -> bool:
+        return _decided(_known(torch.ge, rate))
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise CaptureError(
+            f"the forward draws random numbers with {self._kind}: the graph would repeat the first",
+            where=caller_source(),
+            fix="draw with torch functions; the pipeline seeds them for every step and microbatch",
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __pow__ = __rpow__ = __neg__ = __abs__ = __float__ = __int__ = __index__ = __bool__ = _refuse
+    __round__ = __floor__ = __ceil__ = __format__ = __getattr__ = _refuse
+
+
+@contextlib.contextmanager
+def compared_draws() -> Iterator[None]:
+    """Let code compare uniform draws of Python and numpy with a rate of 0 while it is traced."""
+    numpy = sys.modules.get("numpy")
+    owners: list[tuple[object, str, Sequence[str]]] = [(random, "the random module", ("random", "uniform"))]
+    if numpy is not None:
+        owners.append((numpy.random, "numpy.random", ("random", "rand", "uniform")))
+    with contextlib.ExitStack() as stack:
+        for owner, kind, names in owners:
+            for name in names:
+                stack.enter_context(attribute_replaced(owner, name, _drawing(vars(owner)[name], kind)))
+        yield
+
+
+def _drawing(given: _Function, kind: str) -> _Function:
+    def draw(*args: object, **kwargs: object) -> object:
+        is_unit = args in ((), (0, 1), (0.0, 1.0)) and not kwargs
+        return _Drawn(kind) if is_unit else given(*args, **kwargs)
+
+    return draw

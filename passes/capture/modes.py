@@ -20,6 +20,7 @@ from torch.utils import checkpoint
 
 from zbcompile.errors import CaptureError
 from zbcompile.passes import torch_patches, torch_private
+from zbcompile.passes.capture.draws import compared_draws
 from zbcompile.passes.provenance import caller_source
 
 __all__ = ["traced_modes"]
@@ -42,6 +43,7 @@ def traced_modes() -> Iterator[None]:
         torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
         torch_patches.distributions_unchecked(),
         torch_patches.idle_casts_skipped(),
+        compared_draws(),
         torch_patches.indices_as_calls(),
     ):
         yield

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -294,6 +296,22 @@ def test_what_is_known_of_a_draw(compare: Callable[[Tensor], Tensor], known: boo
         names = {captured.roles[node.name].name for node in read}
         assert ("a.weight" in names) is known
         assert ("b.weight" in names) is not known
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: random.random(), lambda: random.uniform(0, 1), lambda: np.random.rand()]
+)  # the names are looked up when they are called, as in models
+def test_a_draw_of_python_that_is_compared_with_zero_is_known(draw: Callable[[], float]) -> None:
+    def forward(m: Of, x: Tensor) -> Tensor:
+        return m.a(x) if m.training and draw() < m.rate else m.b(x)
+
+    x = torch.rand(6, SIZE)
+    state = random.getstate()
+    built = build_stages(Of(forward, rate=0.0), 1, (x,), loss_fn=loss)
+    assert built.stages[0].parameters == ("b.weight", "b.bias")
+    assert random.getstate() == state
+    with pytest.raises(CaptureError, match=r"random draw decides(?s:.*)test_data_checks.py"):
+        capture(Of(forward, rate=0.1), (x,))
 
 
 class Router(nn.Module):
