@@ -46,6 +46,8 @@ from zbcompile.passes.provenance import MODEL_PREFIX
 
 __all__ = ["capture"]
 
+_FEW = 16
+"""Elements of the largest buffer whose value code may read."""
 _ROLES: dict[str, RoleKind] = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant"}
 """Export's kind of an input -> role."""
 
@@ -135,7 +137,8 @@ def capture(
     state = {role.name: tables[role.name] for role in roles.values() if role.name in tables}
     module = GraphModule(dict(program.graph_module.named_modules()), graph)
     results = tuple(node.name for node in cast("Sequence[Node]", graph.output_node().args[0]))
-    return Captured(module, roles, state, constants, spec, results, record.spec, record.loss, functions)
+    read = {name: record.numbers[name] for name in sorted(record.guard.read_buffers)}
+    return Captured(module, roles, state, constants, spec, results, record.spec, record.loss, functions, read)
 
 
 class _Record:
@@ -145,6 +148,8 @@ class _Record:
     ----------
     held
         Id of a tensor of the model -> its name.
+    numbers
+        Name of a small buffer of whole numbers -> its value.
     changes, guard
         What the guards saw.
     spec, loss
@@ -153,6 +158,7 @@ class _Record:
 
     def __init__(self, whole: nn.Module) -> None:
         self.held = {id(tensor): name for name, tensor in _named(whole)}
+        self.numbers = {name: b.clone() for name, b in whole.named_buffers() if _is_number(b)}
         self.changes = AttributeChanges()
         self.guard = TraceGuard({})
         self.spec: Spec | None = None
@@ -200,7 +206,10 @@ class _Traced(nn.Module):
         as_eager = torch_patches.as_in_eager() if self.eager else contextlib.nullcontext()
         record, now = self.record, dict(_named(tables))
         traced = {key: now[name] for key, name in record.held.items()}
-        guard = TraceGuard(traced, sys._getframe(), list(self.pinned.values()))
+        with torch_private.outside_the_trace():  # the forward may change them
+            values = {name: value.clone() for name, value in record.numbers.items()}
+        buffers = {name: (now[name], value) for name, value in values.items()}
+        guard = TraceGuard(traced, sys._getframe(), list(self.pinned.values()), buffers)
         record.guard = guard
         hooks, state = torch_patches.without_tensor_hooks(), state_guarded(tables, record.changes)
         asked = torch_patches.truth_asked_first(guard.truth, guard.demand)
@@ -278,6 +287,11 @@ def _integers(whole: _Traced, tensors: Sequence[Tensor]) -> list[str]:
     pairs = zip(free, tensors, strict=True)
     found = [p for p, t in pairs if not t.is_floating_point() and not t.is_complex() and p[:3] != "[2]"]
     return [path.removeprefix("[1].").replace("[0]", "args", 1) for path in found]
+
+
+def _is_number(buffer: Tensor) -> bool:
+    whole = not buffer.is_floating_point() and not buffer.is_complex()
+    return whole and buffer.numel() <= _FEW and not buffer.is_meta and buffer.layout is torch.strided
 
 
 def _named(model: nn.Module) -> list[tuple[str, Tensor]]:

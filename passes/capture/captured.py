@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, cast
 
 import torch
@@ -87,6 +87,8 @@ class Captured:
         Position of the loss among the results; None without one.
     functions
         The custom Functions that the calls of ``zbcompile::function`` stand for, by key.
+    read_buffers
+        Name of a buffer that Python code of the model read -> the value that the graph was made for.
     """
 
     module: GraphModule
@@ -98,3 +100,4 @@ class Captured:
     result_spec: Spec
     loss: int | None
     functions: Mapping[int, FunctionCall]
+    read_buffers: Mapping[str, Tensor] = field(default_factory=dict)

@@ -1,8 +1,9 @@
 """Follow tensors whose values are known while a model is traced, so that Python may read them.
 
-A pinned argument (``compile(..., constant=...)``), what ``torch.arange`` and its kind make of Python numbers,
-and whatever is computed from such tensors alone has the same value in every step. Each call on them is made
-twice: into the graph, as any other, and with the real values beside it::
+A pinned argument (``compile(..., constant=...)``), a small buffer of whole numbers, what ``torch.arange`` and
+its kind make of Python numbers, and whatever is computed from such tensors alone has the same value in every
+step: one with another value of an argument, or of a buffer that was read, is refused. Each call on them is
+made twice: into the graph, as any other, and with the real values beside it::
 
     grid.prod(-1).tolist()   -->   [64, 16], and the graph goes on with these numbers
 
@@ -58,6 +59,7 @@ class _Known:
     traced: Tensor
     real: Tensor
     version: int
+    buffers: frozenset[str]
 
 
 class KnownValues:
@@ -67,17 +69,39 @@ class KnownValues:
     ----------
     pinned
         Real tensors that the model gets as arguments.
+    buffers
+        Name of a buffer -> its tensor in the trace, and its value.
+
+    Attributes
+    ----------
+    read
+        Names of the buffers that Python code has read.
     """
 
-    def __init__(self, pinned: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, pinned: Sequence[Tensor] = (), buffers: Mapping[str, tuple[Tensor, Tensor]] | None = None
+    ) -> None:
         self._known: dict[int, _Known] = {}
+        self.read: set[str] = set()
         for tensor in pinned:
-            self._put(tensor, tensor)
+            self._put(tensor, tensor, frozenset())
+        for name, (traced, real) in (buffers or {}).items():
+            self._put(traced, real, frozenset((name,)))
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return the value of a tensor of the trace, or None where it is not known."""
         found = self._known.get(id(tensor))
         return found.real if found is not None and found.version == tensor._version else None
+
+    def handed_out(self, tensors: Sequence[Tensor]) -> frozenset[str]:
+        """Note that known values leave the trace; return the buffers that they come from."""
+        buffers = self._buffers_of(tensors)
+        self.read |= buffers
+        return buffers
+
+    def _buffers_of(self, tensors: Sequence[Tensor]) -> frozenset[str]:
+        none = frozenset[str]()
+        return none.union(*(self._known[id(t)].buffers for t in tensors if self.of(t) is not None))
 
     def call(
         self, func: _Function, args: tuple[object, ...], kwargs: Mapping[str, object], run: _Function
@@ -99,19 +123,21 @@ class KnownValues:
             args = tuple(self._as_number(value, k) for k, value in enumerate(args))
         if any(value is None for value in values):
             return run(*args, **kwargs)
-        real = self._with_values(func, args, kwargs)
+        real, buffers = self._with_values(func, args, kwargs), self._buffers_of(tensors)
         if func in _READS:
+            self.handed_out(tensors)
             return real()
         if tensors and (func in _SHAPED_BY_VALUE or (func is Tensor.__getitem__ and _has_mask(args[1]))):
+            self.handed_out(tensors)
             made = real()
             for part in _tensors((made,)):
-                self._put(part, part)
+                self._put(part, part, buffers)
             return made
         before = [tensor._version for tensor in tensors]
         traced = run(*args, **kwargs)
-        if _may_follow(func, traced) and self._follow(real, traced):
+        if _may_follow(func, traced) and self._follow(real, traced, buffers):
             for tensor, version in zip(tensors, before, strict=True):
-                self._changed(tensor, tensor._version - version)
+                self._changed(tensor, tensor._version - version, buffers)
         return traced
 
     def _with_values(
@@ -127,7 +153,7 @@ class KnownValues:
 
         return call
 
-    def _follow(self, call: Callable[[], object], traced: object) -> bool:
+    def _follow(self, call: Callable[[], object], traced: object, buffers: frozenset[str]) -> bool:
         """Make a call with the real values; return whether its results, and what it changes, stay known."""
         try:
             with torch_private.draws_seen() as drew:
@@ -140,10 +166,10 @@ class KnownValues:
         if all(one.shape == other.shape and one.dtype == other.dtype for one, other in pairs):
             for one, other in pairs:
                 if id(one) not in self._known:
-                    self._put(one, other)
+                    self._put(one, other, buffers)
         return True
 
-    def _changed(self, tensor: Tensor, count: int) -> None:
+    def _changed(self, tensor: Tensor, count: int, buffers: frozenset[str]) -> None:
         """Take over a change in place that was made to the value, too, for all that share its storage."""
         if count == 0:
             return
@@ -152,9 +178,10 @@ class KnownValues:
             shared = torch_private.storage_key(known.real) == storage
             if shared and known.version == known.traced._version - count:
                 known.version += count
+                known.buffers |= buffers
 
-    def _put(self, traced: Tensor, real: Tensor) -> None:
-        self._known[id(traced)] = _Known(traced, real, traced._version)
+    def _put(self, traced: Tensor, real: Tensor, buffers: frozenset[str]) -> None:
+        self._known[id(traced)] = _Known(traced, real, traced._version, buffers)
 
     def _value(self, argument: object) -> object:
         """Return an argument with known values in the place of tensors."""
@@ -173,7 +200,10 @@ class KnownValues:
         if isinstance(argument, Tensor):
             value = self.of(argument) if position > 0 and argument.dim() == 0 else None
             whole = value is not None and not value.is_floating_point() and value.dtype != torch.bool
-            return int(self._item(value)) if value is not None and whole else argument
+            if value is None or not whole:
+                return argument
+            self.handed_out([argument])
+            return self._item(value)
         if isinstance(argument, tuple | list):
             items = [self._as_number(item, 1) for item in argument]
             return items if isinstance(argument, list) else tuple(items)

@@ -58,6 +58,8 @@ class TraceGuard(TorchFunctionMode):
         The frame that calls the model.
     pinned
         Arguments that have the same value in every step.
+    buffers
+        Name of a buffer of whole numbers -> its tensor in the trace, and its value.
 
     Attributes
     ----------
@@ -72,12 +74,16 @@ class TraceGuard(TorchFunctionMode):
     """
 
     def __init__(
-        self, traced: Mapping[int, Tensor], model: FrameType | None = None, pinned: Sequence[Tensor] = ()
+        self,
+        traced: Mapping[int, Tensor],
+        model: FrameType | None = None,
+        pinned: Sequence[Tensor] = (),
+        buffers: Mapping[str, tuple[Tensor, Tensor]] | None = None,
     ) -> None:
         super().__init__()
         self.failed = self.read = self.transform = self.suspect = ""
         self._traced, self._model = traced, model
-        self._draws, self._values = Draws(), KnownValues(pinned)
+        self._draws, self._values = Draws(), KnownValues(pinned, buffers)
         self._depth = torch_private.transform_depth()
         self._kernels = _kernels()
 
@@ -133,7 +139,10 @@ class TraceGuard(TorchFunctionMode):
             if value.numel() != 1 or torch_private.is_wrapped(value):
                 return None
             real = self._values.of(value)
-            known = self._draws.truth(value) if real is None else torch_private.truth_of(real)
+            if real is not None:
+                self._values.handed_out([value])
+                return torch_private.truth_of(real)
+            known = self._draws.truth(value)
             if known is not None:
                 return known
         elif not torch_private.depends_on_data(value):
@@ -143,6 +152,11 @@ class TraceGuard(TorchFunctionMode):
             return None
         keep_check(check, value)
         return check.needed
+
+    @property
+    def read_buffers(self) -> frozenset[str]:
+        """Names of the buffers whose values Python code has read."""
+        return frozenset(self._values.read)
 
     def demand(self, value: Tensor | torch.SymBool, frame: FrameType) -> bool:
         """Return whether the demand that all of a value is true is kept as a check."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.pipeline_oracle import Batch, autograd, compiled, mean_square, same_state
+from tests.support.pipeline_oracle import Batch, autograd, compiled, in_order, mean_square, same_state
 from zbcompile.errors import UsageError
 
 SIZE = 8
@@ -88,6 +88,57 @@ def test_a_constant_in_a_nested_argument_that_is_not_cut() -> None:
     same_state(model, reference)
     with pytest.raises(UsageError, match=r"extra.shift, microbatch 0\)\n  needed: 3, as compiled; given: 2"):
         pipeline.step(x, sizes=sizes, extra={"shift": torch.tensor(2)})
+
+
+class Strided(nn.Module):
+    """Keeps its sizes in buffers, as audio codecs do, and counts its calls in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.stride, self.extra = nn.Buffer(torch.tensor(2)), nn.Buffer(torch.tensor(3))
+        self.calls = nn.Buffer(torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        rows = int(torch.ceil(x.shape[1] / self.stride)) * self.stride
+        if rows > self.extra:
+            x = nn.functional.pad(self.first(x), (0, int(rows - x.shape[1] + self.extra)))
+        return self.last(x[:, : rows if self.stride > 1 else 1].tanh()) * self.stride
+
+
+def test_a_small_buffer_of_whole_numbers_may_be_read_and_must_stay() -> None:
+    x, _ = data()
+    model = Strided()
+    reference = copy.deepcopy(model)
+    order = in_order(2, 3)
+    pipeline = compiled(model, Batch((x,)), 2, 3, loss_fn=mean_square, verify=True, schedule=order)
+    for _ in range(2):
+        pipeline.step(x)
+        autograd(reference, Batch((x,)).cut(3), mean_square, scale=3)
+        same_state(model, reference)
+    assert torch.equal(pipeline.eval(x), torch.cat([reference.eval()(part) for part in x.chunk(3)]))
+    assert int(model.calls) == 6
+    model.extra.fill_(4)
+    for run in (pipeline.step, pipeline.eval):
+        with pytest.raises(UsageError, match=r"another value now \(extra\)\n  needed: 3; given: 4"):
+            run(x)
+    model.extra.fill_(3)
+    pipeline.step(x)
+
+
+def test_a_count_that_is_read_is_refused_at_the_next_step() -> None:
+    class Counting(Strided):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.last(self.first(x).tanh()) * (1 if int(self.calls) < 5 else 2)
+
+    x, _ = data()
+    pipeline = compiled(Counting(), Batch((x,)), 2, 1, loss_fn=mean_square)
+    pipeline.step(x)
+    with pytest.raises(UsageError, match=r"another value now \(calls\)\n  needed: 0; given: 1"):
+        pipeline.step(x)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,7 @@ class CompiledPipeline:
                 state = self.follow_model()
                 self.reader.check(state)
                 self._check_weights(state)
+                self._check_read_buffers(self.staged.captured.read_buffers)
             step = Step(microbatches, self.step_number, loss_scale, keep_results)
             with self._kept.keep(state):
                 with torch_private.no_autocast():
@@ -135,6 +137,7 @@ class CompiledPipeline:
                 found = self._evaluation(batch)
                 microbatches = found.call.microbatches(batch)
                 state = found.reader.read()
+                self._check_read_buffers(found.staged.read_buffers)
             step = Step(microbatches)
             with torch_private.no_autocast():
                 found.runner.run(step, state)
@@ -178,6 +181,19 @@ class CompiledPipeline:
     def _output(self, step: Step, staged: Results, has_loss_fn: bool) -> Any:
         mean = self.options.scale_grads
         return join_results(step, staged, loss_is_mean=mean, has_loss_fn=has_loss_fn)
+
+    def _check_read_buffers(self, read: Mapping[str, Tensor]) -> None:
+        """Refuse another value of a buffer that Python code of the model read when it was captured."""
+        for name, value in read.items():
+            now = self.trained.get_buffer(name)
+            if not torch.equal(now, value):
+                raise UsageError(
+                    "the model's code read a buffer when it was compiled, which has another value now",
+                    where=name,
+                    needed=reprlib.repr(value.tolist()),
+                    given=reprlib.repr(now.tolist()),
+                    fix="compile another pipeline, or compute with the buffer instead of reading it",
+                )
 
     def _check_weights(self, state: Mapping[str, Tensor]) -> None:
         """Refuse to run a stage of this process whose tensors are still on the meta device."""

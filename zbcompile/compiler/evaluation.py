@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +36,7 @@ class StagedForward:
     result_spec: Spec
     result_ports: tuple[tuple[int, int], ...]
     loss: int | None
+    read_buffers: Mapping[str, Tensor]
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """Return the model's own result type from its tensor leaves."""
@@ -133,7 +134,7 @@ def build_forward(
     stages = forward_stages(captured, held)
     place = {p.name: (s.index, k) for s in stages for k, p in enumerate(s.outputs) if p.is_result}
     ports = tuple(place[name] for name in captured.results)
-    return StagedForward(stages, captured.result_spec, ports, captured.loss)
+    return StagedForward(stages, captured.result_spec, ports, captured.loss, captured.read_buffers)
 
 
 @contextmanager
