@@ -186,7 +186,7 @@ class CompiledPipeline:
         """Refuse another value of a buffer that Python code of the model read when it was captured."""
         for name, value in read.items():
             now = self.trained.get_buffer(name)
-            if not torch.equal(now, value):
+            if not torch.equal(now.cpu(), value.cpu()):
                 raise UsageError(
                     "the model's code read a buffer when it was compiled, which has another value now",
                     where=name,
