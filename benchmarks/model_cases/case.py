@@ -82,7 +82,7 @@ class ModelCase:
     batch: Callable[[Any], Inputs]
     loss: Callable[..., Tensor] | None = None
     package: str = ""
-    stages: int = 3
+    stages: int = 2
 
 
 def text(length: int = LENGTH) -> Tensor:

@@ -24,7 +24,7 @@ MICROBATCHES = 2
 ROUNDED = 1e-6
 """Largest difference, relative to the largest value of a tensor, that counts as the order of a sum."""
 
-__all__ = ["Row", "Verdict", "check"]
+__all__ = ["Row", "Verdict", "check", "compared"]
 
 
 class Verdict(StrEnum):
@@ -136,7 +136,7 @@ def check(case: ModelCase, say: Callable[[str], None]) -> Row:
         return row(Verdict.WRONG, _one_line(error))
     found = _values(model, losses, output)
     expected = _values(reference, wanted, _joined(whole.outputs))
-    return row(*_compared(found, expected))
+    return row(*compared(found, expected))
 
 
 def _order(stages: int) -> Schedule:
@@ -190,11 +190,9 @@ def _joined(outputs: Sequence[Any]) -> Any:
     return pytree.tree_map(join, *outputs)
 
 
-def _compared(
-    found: dict[str, Tensor | None], expected: dict[str, Tensor | None]
-) -> tuple[Verdict, str]:
+def compared(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> tuple[Verdict, str]:
     worst, where = 0.0, ""
-    for name in expected.keys() | found.keys():
+    for name in dict.fromkeys((*expected, *found)):
         if name not in found or name not in expected or (found[name] is None) != (expected[name] is None):
             return Verdict.WRONG, f"{name}: on one side only"
         difference = _apart(found[name], expected[name])

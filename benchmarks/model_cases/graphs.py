@@ -1,4 +1,4 @@
-"""Graph networks of torch_geometric: a batch of graphs that share their edges, or one graph per microbatch."""
+"""Graph networks of torch_geometric: a batch of graphs that have the same edges."""
 
 from __future__ import annotations
 

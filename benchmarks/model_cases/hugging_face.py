@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.model_cases.case import BATCH, Inputs, ModelCase, mean_square, text, text_with_labels
+from benchmarks.model_cases.case import BATCH, Inputs, ModelCase, text, text_with_labels
 from benchmarks.model_cases.shrink import small_config
 
 __all__ = ["Settings", "case", "cases", "images", "images_and_labels", "texts_and_images", "with_config"]
@@ -35,7 +35,7 @@ def case(
     loss: Callable[..., Tensor] | None = None,
     prepare: Callable[[Any], None] | None = None,
     wrap: Callable[[nn.Module], nn.Module] | None = None,
-    stages: int = 3,
+    stages: int = 2,
 ) -> ModelCase:
     """Return the configuration of one class; ``variant`` says which other code path of it runs."""
 
@@ -56,7 +56,7 @@ def cases(
     *,
     batch: Callable[[Any], Inputs] = text_with_labels,
     loss: Callable[..., Tensor] | None = None,
-    stages: int = 3,
+    stages: int = 2,
 ) -> list[ModelCase]:
     """Return one configuration per class name."""
     return [
@@ -116,6 +116,3 @@ def _image_tokens(model: Any, pixels: Tensor) -> int:
     found = getattr(found, "pooler_output", found)
     rows = torch.cat([f.flatten(0, -2) for f in found]) if isinstance(found, list | tuple) else found
     return rows.flatten(0, -2).shape[0] // BATCH
-
-
-_ = mean_square

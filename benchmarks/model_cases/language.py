@@ -14,27 +14,27 @@ __all__ = ["LANGUAGE"]
 DECODERS = """
 BartForCausalLM BertLMHeadModel BigBirdForCausalLM
 BigBirdPegasusForCausalLM BioGptForCausalLM BitNetForCausalLM BloomForCausalLM
-CodeGenForCausalLM CohereForCausalLM CpmAntForCausalLM 
-DiffLlamaForCausalLM DogeForCausalLM 
+CodeGenForCausalLM CohereForCausalLM CpmAntForCausalLM
+DiffLlamaForCausalLM DogeForCausalLM
 FalconForCausalLM GemmaForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM Gemma3nForCausalLM
 Gemma4ForCausalLM GPT2LMHeadModel GPTNeoForCausalLM
-GPTNeoXForCausalLM GPTJForCausalLM 
+GPTNeoXForCausalLM GPTJForCausalLM
 LlamaForCausalLM
 MistralForCausalLM MiniCPM3ForCausalLM ModernBertDecoderForCausalLM
 MptForCausalLM NanoChatForCausalLM NemotronForCausalLM Olmo2ForCausalLM
 Olmo3ForCausalLM OpenAIGPTLMHeadModel OPTForCausalLM PersimmonForCausalLM PhiForCausalLM Phi3ForCausalLM
 ProphetNetForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM RoFormerForCausalLM
-Starcoder2ForCausalLM 
-XGLMForCausalLM XLNetLMHeadModel 
+Starcoder2ForCausalLM
+XGLMForCausalLM XLNetLMHeadModel
 """
 EXPERTS = """
 AriaTextForCausalLM Cohere2MoeForCausalLM DeepseekV2ForCausalLM
 DeepseekV3ForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM Ernie4_5_MoeForCausalLM
 FlexOlmoForCausalLM GlmMoeDsaForCausalLM
-GptOssForCausalLM GraniteMoeSharedForCausalLM 
+GptOssForCausalLM GraniteMoeSharedForCausalLM
 JetMoeForCausalLM Llama4ForCausalLM LongcatFlashForCausalLM MiMoV2FlashForCausalLM
 MiniMaxM2ForCausalLM MixtralForCausalLM OlmoeForCausalLM PhimoeForCausalLM Qwen2MoeForCausalLM
-Qwen3MoeForCausalLM 
+Qwen3MoeForCausalLM
 """
 HYBRIDS = """
 BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GraniteMoeHybridForCausalLM JambaForCausalLM
@@ -46,19 +46,19 @@ ENCODERS = """
 AlbertForMaskedLM BertForMaskedLM BigBirdForMaskedLM ConvBertForMaskedLM
 DebertaForMaskedLM DebertaV2ForMaskedLM DistilBertForMaskedLM ElectraForMaskedLM
 EuroBertForMaskedLM FNetForMaskedLM FunnelForMaskedLM
-IBertForMaskedLM LongformerForMaskedLM 
+IBertForMaskedLM LongformerForMaskedLM
 MobileBertForMaskedLM ModernBertForMaskedLM MPNetForMaskedLM MraForMaskedLM
 NystromformerForMaskedLM RemBertForMaskedLM RobertaForMaskedLM
 RoFormerForMaskedLM SqueezeBertForMaskedLM XLMWithLMHeadModel
 XmodForMaskedLM YosoForMaskedLM LayoutLMForMaskedLM
-ReformerForMaskedLM 
+ReformerForMaskedLM
 """
 BOTH = """
-BartForConditionalGeneration BigBirdPegasusForConditionalGeneration 
+BartForConditionalGeneration BigBirdPegasusForConditionalGeneration
 FSMTForConditionalGeneration LEDForConditionalGeneration
 LongT5ForConditionalGeneration M2M100ForConditionalGeneration MarianMTModel MBartForConditionalGeneration
 NllbMoeForConditionalGeneration
-PegasusForConditionalGeneration PegasusXForConditionalGeneration 
+PegasusForConditionalGeneration PegasusXForConditionalGeneration
 ProphetNetForConditionalGeneration SwitchTransformersForConditionalGeneration T5ForConditionalGeneration
 T5GemmaForConditionalGeneration UMT5ForConditionalGeneration
 """
@@ -67,8 +67,11 @@ _START = {"decoder_start_token_id": 0}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 SETTINGS: dict[str, Settings] = {
     "Gemma3nForCausalLM": {
-        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "intermediate_size": 64,
-        "layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         "laurel_rank": 8,
     },
     "BigBirdForCausalLM": {"attention_type": "original_full"},
@@ -80,30 +83,52 @@ SETTINGS: dict[str, Settings] = {
     "GlmMoeDsaForCausalLM": {"num_key_value_heads": 4},
     "BambaForCausalLM": {**_MAMBA, "attn_layer_indices": [1]},
     "FalconH1ForCausalLM": {**_MAMBA, "mamba_d_ssm": 64},
-    "GraniteMoeHybridForCausalLM": {**_MAMBA, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "GraniteMoeHybridForCausalLM": {
+        **_MAMBA,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-    "Lfm2MoeForCausalLM": {"num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]},
+    "Lfm2MoeForCausalLM": {
+        "num_dense_layers": 1,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8},
     "ZambaForCausalLM": {
-        "num_hidden_layers": 4, "layers_block_type": ["hybrid", "mamba", "hybrid", "mamba"], "use_mamba_kernels": False,
-        "attention_hidden_size": 64, "num_key_value_heads": 4,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["hybrid", "mamba", "hybrid", "mamba"],
+        "use_mamba_kernels": False,
+        "attention_hidden_size": 64,
+        "num_key_value_heads": 4,
     },
     "Zamba2ForCausalLM": {
-        "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "use_mamba_kernels": False,
-        "num_key_value_heads": 4, "adapter_rank": 8, "n_mamba_heads": 8,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "use_mamba_kernels": False,
+        "num_key_value_heads": 4,
+        "adapter_rank": 8,
+        "n_mamba_heads": 8,
     },
     "ZayaForCausalLM": {"num_experts_per_tok": 1, "router_hidden_size": 16, "moe_intermediate_size": 32},
     "MPNetForMaskedLM": {"relative_attention_num_buckets": 32},
     "SqueezeBertForMaskedLM": {"embedding_size": 32},
     "XmodForMaskedLM": {"default_language": "en_XX"},
     "ReformerForMaskedLM": {
-        "axial_pos_shape": [3, 4], "axial_pos_embds_dim": [16, 16], "attn_layers": ["local", "lsh", "local"],
-        "local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "num_buckets": 4, "feed_forward_size": 64,
+        "axial_pos_shape": [3, 4],
+        "axial_pos_embds_dim": [16, 16],
+        "attn_layers": ["local", "lsh", "local"],
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+        "num_buckets": 4,
+        "feed_forward_size": 64,
     },
     "T5ForConditionalGeneration": _START,
     "LongT5ForConditionalGeneration": _START,
     "SwitchTransformersForConditionalGeneration": {
-        **_START, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1,
+        **_START,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
     },
 }
 
@@ -116,7 +141,9 @@ def _padded(model: Any) -> Inputs:
     ids = text()
     mask = torch.ones_like(ids)
     mask[::2, -3:] = 0
-    return Inputs(kwargs={"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
+    return Inputs(
+        kwargs={"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    )
 
 
 def _positions(model: Any) -> Inputs:
@@ -158,20 +185,28 @@ _VARIANTS = [
     case("LlamaForCausalLM", "decoder", {"tie_word_embeddings": True}, variant="tied"),
     case(
         "LlamaForCausalLM", "decoder",
-        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, variant="dynamic rope",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+         variant="dynamic rope",
     ),
     case("LlamaForSequenceClassification", "decoder", batch=_classes),
     case("Qwen2ForTokenClassification", "decoder", batch=_token_classes),
-    case("GPT2DoubleHeadsModel", "decoder", batch=lambda m: Inputs(kwargs={"input_ids": torch.stack([text(), text()], 1)}), loss=mean_square),
+    case("GPT2DoubleHeadsModel", "decoder", batch=lambda m: Inputs(kwargs={"input_ids": torch.stack([text(),
+         text()], 1)}), loss=mean_square),
     case("GPT2LMHeadModel", "decoder", variant="checkpointed", prepare=_checkpoint),
-    case("FalconForCausalLM", "decoder", {"alibi": True, "new_decoder_architecture": False, "multi_query": True}, variant="alibi, one key head"),
+    case("FalconForCausalLM", "decoder", {"alibi": True, "new_decoder_architecture": False,
+         "multi_query": True}, variant="alibi, one key head"),
     case("Gemma2ForCausalLM", "decoder", {"attn_implementation": "eager"}, variant="eager attention"),
-    case("MixtralForCausalLM", "mixture of experts", {"experts_implementation": "eager"}, variant="eager experts"),
-    case("Qwen3MoeForCausalLM", "mixture of experts", {"experts_implementation": "eager"}, variant="eager experts"),
-    case("GptOssForCausalLM", "mixture of experts", {"experts_implementation": "eager"}, variant="eager experts"),
-    case("DeepseekV3ForCausalLM", "mixture of experts", {"experts_implementation": "eager"}, variant="eager experts"),
+    case("MixtralForCausalLM", "mixture of experts", {"experts_implementation": "eager"},
+         variant="eager experts"),
+    case("Qwen3MoeForCausalLM", "mixture of experts", {"experts_implementation": "eager"},
+         variant="eager experts"),
+    case("GptOssForCausalLM", "mixture of experts", {"experts_implementation": "eager"},
+         variant="eager experts"),
+    case("DeepseekV3ForCausalLM", "mixture of experts", {"experts_implementation": "eager"},
+         variant="eager experts"),
     case("MixtralForCausalLM", "mixture of experts", {"output_router_logits": True}, variant="router loss"),
-    case("Qwen3MoeForCausalLM", "mixture of experts", {"experts_implementation": "batched_mm"}, variant="batched experts"),
+    case("Qwen3MoeForCausalLM", "mixture of experts", {"experts_implementation": "batched_mm"},
+         variant="batched experts"),
     case("BertForSequenceClassification", "encoder", batch=_classes),
     case("BertForQuestionAnswering", "encoder", batch=_spans),
     case("BertForTokenClassification", "encoder", batch=_token_classes),
@@ -180,8 +215,10 @@ _VARIANTS = [
     case("DebertaV2ForQuestionAnswering", "encoder", batch=_spans),
     case("CanineForSequenceClassification", "encoder", batch=_classes),
     case("XLNetForSequenceClassification", "encoder", batch=_classes),
-    case("T5EncoderModel", "encoder", batch=lambda m: Inputs(kwargs={"input_ids": text()}), loss=mean_square),
-    case("T5ForConditionalGeneration", "encoder-decoder", _START, variant="checkpointed", prepare=_checkpoint),
+    case("T5EncoderModel", "encoder", batch=lambda m: Inputs(kwargs={"input_ids": text()}),
+         loss=mean_square),
+    case("T5ForConditionalGeneration", "encoder-decoder", _START, variant="checkpointed",
+         prepare=_checkpoint),
     case("BartForSequenceClassification", "encoder-decoder", batch=_classes),
 ]  # fmt: skip
 

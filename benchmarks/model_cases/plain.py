@@ -59,7 +59,9 @@ def _flex_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Language(nn.Module):
     """nanoGPT: returns (logits, loss), and loss is None without targets."""
 
-    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor] = _causal, compiled: bool = False) -> None:
+    def __init__(
+        self, attend: Callable[[Tensor, Tensor, Tensor], Tensor] = _causal, compiled: bool = False
+    ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
         blocks = [Block(attend) for _ in range(3)]
@@ -213,7 +215,9 @@ def _second_order(m: Any, x: Tensor) -> Tensor:
 
 def _checkpointed(m: Any, x: Tensor) -> Tensor:
     for layer in m.layers:
-        x = x + checkpoint(lambda t, layer=layer: F.dropout(layer(t).relu(), 0.1, m.training), x, use_reentrant=False)
+        x = x + checkpoint(
+            lambda t, layer=layer: F.dropout(layer(t).relu(), 0.1, m.training), x, use_reentrant=False
+        )
     return x
 
 
@@ -234,7 +238,8 @@ class Teacher(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.student, self.teacher = (nn.Sequential(*(Residual(nn.GELU) for _ in range(2))) for _ in range(2))
+        bodies = (nn.Sequential(*(Residual(nn.GELU) for _ in range(2))) for _ in range(2))
+        self.student, self.teacher = bodies
         self.teacher.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -311,7 +316,9 @@ def _only_ids(model: Any) -> Inputs:
     return Inputs((text(),))
 
 
-def _calls(name: str, body: Callable[..., Any], batch: Any = _rows, parts: Callable[[], dict[str, Any]] = dict) -> ModelCase:
+def _calls(
+    name: str, body: Callable[..., Any], batch: Any = _rows, parts: Callable[[], dict[str, Any]] = dict
+) -> ModelCase:
     return _plain(name, lambda: Calls(body, **parts()), batch, mean_square)
 
 
@@ -326,21 +333,28 @@ def _router() -> dict[str, Any]:
 PLAIN: list[ModelCase] = [
     _plain("nanoGPT, returns (logits, loss)", Language, _ids_and_targets, None),
     _plain("nanoGPT, loss taken from the result", Language, _ids_and_targets, _pair_loss),
-    _plain("nanoGPT, whole model compiled", lambda: torch.compile(Language(), backend="aot_eager"), _ids_and_targets, _pair_loss),
+    _plain("nanoGPT, whole model compiled", lambda: torch.compile(Language(), backend="aot_eager"),
+         _ids_and_targets, _pair_loss),
     _plain("nanoGPT, every block compiled", lambda: Language(compiled=True), _ids_and_targets, _pair_loss),
     _plain("nanoGPT, flex_attention", lambda: Language(_flex), _ids_and_targets, _pair_loss),
-    _plain("nanoGPT, flex_attention with a block mask", lambda: Language(_flex_blocks), _ids_and_targets, _pair_loss),
-    _plain("TransformerEncoder", lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 64, batch_first=True), 3), _rows, mean_square),
+    _plain("nanoGPT, flex_attention with a block mask", lambda: Language(_flex_blocks), _ids_and_targets,
+         _pair_loss),
+    _plain("TransformerEncoder", lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 64,
+         batch_first=True), 3), _rows, mean_square),
     _plain("nn.Transformer", lambda: nn.Transformer(WIDTH, HEADS, 2, 2, 64, batch_first=True),
            lambda m: Inputs((torch.randn(BATCH, 5, WIDTH), torch.randn(BATCH, 6, WIDTH))), mean_square),
     _plain("LSTM", lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True), _next, _cross),
     _plain("GRU", lambda: Recurrent(nn.GRU, num_layers=2), _next, _cross),
     _plain("BatchNorm", lambda: Convolutions(nn.BatchNorm2d), _pictures, mean_square),
     _plain("GroupNorm", lambda: Convolutions(lambda n: nn.GroupNorm(4, n)), _pictures, mean_square),
-    _plain("InstanceNorm", lambda: Convolutions(lambda n: nn.InstanceNorm2d(n, affine=True)), _pictures, mean_square),
-    _plain("spectral norm", lambda: Residual(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))), _rows, mean_square),
-    _plain("weight norm", lambda: Residual(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))), _rows, mean_square),
-    _plain("orthogonal", lambda: Residual(lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH))), _rows, mean_square),
+    _plain("InstanceNorm", lambda: Convolutions(lambda n: nn.InstanceNorm2d(n, affine=True)), _pictures,
+         mean_square),
+    _plain("spectral norm", lambda: Residual(lambda: parametrizations.spectral_norm(nn.Linear(WIDTH,
+         WIDTH))), _rows, mean_square),
+    _plain("weight norm", lambda: Residual(lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))),
+         _rows, mean_square),
+    _plain("orthogonal", lambda: Residual(lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH))),
+         _rows, mean_square),
     _plain("LoRA", lambda: Residual(Adapter), _rows, mean_square),
     _plain("RReLU", lambda: Residual(nn.RReLU), _rows, mean_square),
     _plain("student and teacher", Teacher, _rows, _own),

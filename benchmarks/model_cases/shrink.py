@@ -23,12 +23,14 @@ _VALUES: dict[int, str] = {
     "temporal_patch_size topk_group decoder_sparse_step encoder_sparse_step mamba_n_groups n_groups "
     "num_nextn_predict_layers merger_times spatial_merge_size",
     2: "eos_token_id sep_token_id num_key_value_heads num_kv_heads n_kv_heads multi_query_group_num "
-    "num_experts_per_tok moe_topk moe_top_k top_k num_experts_per_token n_group encoder_layers decoder_layers "
+    "num_hidden_layers n_layer n_layers num_layers depth "
+    "num_experts_per_tok moe_topk moe_top_k top_k num_experts_per_token n_group "
+    "encoder_layers decoder_layers "
     "num_encoder_layers num_decoder_layers encoder_num_hidden_layers decoder_num_hidden_layers "
     "mamba_expand expand linear_num_key_heads v_num_hidden_layers resampler_depth "
     "num_adapter_layers num_conv_layers num_block decoder_num_attention_heads "
     "num_frames swa_num_key_value_heads",
-    3: "num_hidden_layers n_layer n_layers num_layers depth mask_token_id",
+    3: "mask_token_id",
     4: "num_attention_heads n_head n_heads num_heads attention_heads encoder_attention_heads "
     "decoder_attention_heads encoder_num_attention_heads num_experts num_local_experts n_routed_experts "
     "moe_num_experts linear_num_value_heads patch_size sliding_window qk_rope_head_dim "
@@ -57,8 +59,8 @@ _VALUES: dict[int, str] = {
     "dim_feedforward encoder_ffn_hidden_size max_2d_position_embeddings max_seq_length max_2d_positions "
     "original_max_position_embeddings intermediate_size_mlp "
     "dense_intermediate_size",
-    VOCABULARY: "vocab_size text_vocab_size decoder_vocab_size src_vocab_size tgt_vocab_size encoder_vocab_size "
-    "vocab_size_per_layer_input t2u_vocab_size",
+    VOCABULARY: "vocab_size text_vocab_size decoder_vocab_size src_vocab_size tgt_vocab_size "
+    "encoder_vocab_size vocab_size_per_layer_input t2u_vocab_size",
 }
 _FRACTIONS = "encoder_layerdrop decoder_layerdrop layerdrop mask_time_prob mask_feature_prob"
 _SMALL: dict[str, Any] = {
@@ -69,9 +71,7 @@ _STEMS = (
     "video_end", "boi", "eoi", "boa", "eoa", "audio_start", "audio_end", "vision", "audio_bos", "audio_eos",
     "boa_start", "image_break", "media", "fake", "image_patch", "downsampled", "speech",
 )  # fmt: skip
-_SPECIAL = {
-    f"{stem}_token{end}": 64 + k for k, stem in enumerate(_STEMS) for end in ("_id", "_index")
-}
+_SPECIAL = {f"{stem}_token{end}": 64 + k for k, stem in enumerate(_STEMS) for end in ("_id", "_index")}
 _KEPT_IN_STEP = ("layer_types", "mlp_layer_types")
 
 
@@ -110,7 +110,7 @@ def small_config(kind: type[Any], settings: Mapping[str, Any] | None = None) -> 
 
 
 def _missing_kinds_of_layers(kind: type[Any], config: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return layer types that have one of each kind that the large model has, where the small one lacks some."""
+    """Return layer types with one of each kind that the large model has, where the small one lacks some."""
     found: dict[str, Any] = {}
     known = {field.name for field in dataclasses.fields(kind)}
     for name in _KEPT_IN_STEP:

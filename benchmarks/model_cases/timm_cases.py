@@ -12,16 +12,17 @@ from benchmarks.model_cases.case import BATCH, Inputs, ModelCase
 
 __all__ = ["TIMM"]
 
-_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4}
+_VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
 MODELS: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": _VIT,
     "deit3_small_patch16_224": _VIT,
     "beit_base_patch16_224": _VIT,
     "eva02_tiny_patch14_224": _VIT,
-    "cait_xxs24_224": {**_VIT, "depth": 3, "drop_path_rate": 0.1},
-    "xcit_nano_12_p16_224": {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4},
+    "cait_xxs24_224": {**_VIT, "depth": 2, "drop_path_rate": 0.1},
+    "xcit_nano_12_p16_224": {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4},
     "swin_tiny_patch4_window7_224": {
-        "img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16, "depths": (1, 2), "num_heads": (2, 4),
+        "img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16, "depths": (1, 2),
+        "num_heads": (2, 4),
     },
     "convnext_atto": {"depths": (1, 1, 2, 1), "dims": (8, 16, 24, 32)},
     "resnet50": {"layers": [1, 1, 1, 1]},
@@ -55,9 +56,11 @@ def _build(name: str, settings: dict[str, Any]) -> Any:
 
 
 def _batch(model: Any) -> Inputs:
-    size = getattr(getattr(model, "patch_embed", None), "img_size", None) or model.default_cfg["input_size"][1:]
-    if not model.default_cfg.get("fixed_input_size", False) and not hasattr(model, "patch_embed"):
-        size = (64, 64)
+    fixed = model.default_cfg.get("fixed_input_size", False) or hasattr(model, "patch_embed")
+    own = (
+        getattr(getattr(model, "patch_embed", None), "img_size", None) or model.default_cfg["input_size"][1:]
+    )
+    size = own if fixed else (64, 64)
     return Inputs((torch.randn(BATCH, 3, *size),), target=torch.randint(0, 5, (BATCH,)))
 
 

@@ -30,7 +30,7 @@ DINOv3ViTModel DINOv3ConvNextModel Aimv2VisionModel ViTMAEForPreTraining
 DPTForDepthEstimation GLPNForDepthEstimation DepthAnythingForDepthEstimation
 SegformerForSemanticSegmentation BeitForSemanticSegmentation
 DetrForObjectDetection DeformableDetrForObjectDetection
-YolosForObjectDetection 
+YolosForObjectDetection
 Swin2SRForImageSuperResolution
 SuperPointForKeypointDetection
 """
@@ -41,17 +41,22 @@ SETTINGS: dict[str, Settings] = {
     "ConvNextV2ForImageClassification": _STAGED,
     "ResNetForImageClassification": {**_STAGED, "embedding_size": 8},
     "RegNetForImageClassification": {**_STAGED, "embedding_size": 8, "groups_width": 8},
-    "SwinForImageClassification": {"embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4},
-    "Swinv2ForImageClassification": {"embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4},
+    "SwinForImageClassification": {"embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4],
+         "window_size": 4},
+    "Swinv2ForImageClassification": {"embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4],
+         "window_size": 4},
     "DonutSwinForImageClassification": {
         "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4,
     },
-    "FocalNetForImageClassification": {"embed_dim": 16, "depths": [1, 1, 2, 1], "hidden_sizes": [16, 32, 32, 64]},
+    "FocalNetForImageClassification": {"embed_dim": 16, "depths": [1, 1, 2, 1], "hidden_sizes": [16, 32, 32,
+         64]},
     "EfficientNetForImageClassification": {
-        "hidden_dim": 1280, "width_coefficient": 1.0, "depth_coefficient": 0.1, "num_block_repeats": [1, 1, 1, 1, 1, 1, 1],
+        "hidden_dim": 1280, "width_coefficient": 1.0, "depth_coefficient": 0.1, "num_block_repeats": [1, 1,
+             1, 1, 1, 1, 1],
     },
     "HieraForImageClassification": {
-        "image_size": [32, 32], "embed_dim": 16, "num_heads": [1, 1, 2], "depths": [1, 1, 1], "num_query_pool": 2,
+        "image_size": [32, 32], "embed_dim": 16, "num_heads": [1, 1, 2], "depths": [1, 1, 1],
+             "num_query_pool": 2,
         "masked_unit_size": [4, 4], "masked_unit_attention": [True, True, False],
     },
     "MobileViTForImageClassification": {"patch_size": 2},
@@ -69,7 +74,8 @@ SETTINGS: dict[str, Settings] = {
         "reassemble_factors": [2, 1, 0.5], "neck_hidden_sizes": [16, 16, 32], "reassemble_hidden_size": 32,
     },
     "Swin2SRForImageSuperResolution": {
-        "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 1, "image_size": 16,
+        "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 1,
+             "image_size": 16,
     },
     "BeitForSemanticSegmentation": {
         "num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "auxiliary_channels": 16, "patch_size": 8,
@@ -97,6 +103,8 @@ VISION: list[ModelCase] = [
     case("ImageGPTForCausalImageModeling", "vision"),
     case("VideoMAEForVideoClassification", "vision", batch=_clips, loss=mean_square),
     case("TimesformerForVideoClassification", "vision", batch=_clips, loss=mean_square),
-    case("VivitForVideoClassification", "vision", {"tubelet_size": [2, 8, 8]}, batch=_clips, loss=mean_square),
-    case("VJEPA2Model", "vision", batch=lambda m: Inputs(kwargs={"pixel_values_videos": torch.randn(BATCH, 2, 3, 32, 32)}), loss=mean_square),
+    case("VivitForVideoClassification", "vision", {"tubelet_size": [2, 8, 8]}, batch=_clips,
+         loss=mean_square),
+    case("VJEPA2Model", "vision", batch=lambda m: Inputs(kwargs={"pixel_values_videos": torch.randn(BATCH,
+         2, 3, 32, 32)}), loss=mean_square),
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.model_cases.case import BATCH, Inputs, ModelCase, mean_square, text
-from benchmarks.model_cases.hugging_face import case, images, texts_and_images
+from benchmarks.model_cases.hugging_face import case, texts_and_images
 
 __all__ = ["VISION_LANGUAGE"]
 
@@ -61,7 +61,9 @@ def _pair(model: Any) -> Inputs:
 
 
 def _tower(model: Any) -> Inputs:
-    return Inputs(kwargs={"input_ids": text(), "pixel_values": torch.randn(BATCH, 3, 32, 32), "return_loss": True})
+    return Inputs(
+        kwargs={"input_ids": text(), "pixel_values": torch.randn(BATCH, 3, 32, 32), "return_loss": True}
+    )
 
 
 def _start_tokens(model: Any) -> None:
@@ -84,19 +86,22 @@ VISION_LANGUAGE: list[ModelCase] = [
          {"vision_config": {**_QWEN_VISION, "mlp_ratio": 2}, "text_config": _ROPE}, batch=_patches(96),
          wrap=PerSample),
     case("Qwen2_5_VLForConditionalGeneration", FAMILY,
-         {"vision_config": {**_QWEN_VISION, "fullatt_block_indexes": [1], "window_size": 8}, "text_config": _ROPE},
+         {"vision_config": {**_QWEN_VISION, "fullatt_block_indexes": [1], "window_size": 8},
+         "text_config": _ROPE},
          batch=_patches(96), wrap=PerSample),
     case("Qwen3VLForConditionalGeneration", FAMILY,
-         {"vision_config": {**_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
-          "text_config": _ROPE}, batch=_patches(96), wrap=PerSample),
+         {"vision_config": {**_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0,
+         1]},
+         "text_config": _ROPE}, batch=_patches(96), wrap=PerSample),
     case("Qwen3VLMoeForConditionalGeneration", FAMILY,
          {"vision_config": {**_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-          "text_config": _ROPE}, batch=_patches(96), wrap=PerSample),
+         "text_config": _ROPE}, batch=_patches(96), wrap=PerSample),
     case("Qwen3_5ForConditionalGeneration", FAMILY,
          {"vision_config": {**_QWEN_VISION, "num_position_embeddings": 16},
-          "text_config": _ROPE}, batch=_patches(96), wrap=PerSample),
+         "text_config": _ROPE}, batch=_patches(96), wrap=PerSample),
     case("Glm4vForConditionalGeneration", FAMILY,
-         {"vision_config": {**_QWEN_VISION, "image_size": 16, "out_hidden_size": 32}, "text_config": _ROPE}, batch=_patches(96), wrap=PerSample),
+         {"vision_config": {**_QWEN_VISION, "image_size": 16, "out_hidden_size": 32}, "text_config": _ROPE},
+         batch=_patches(96), wrap=PerSample),
     case("Gemma3ForConditionalGeneration", FAMILY,
          {"vision_config": _SIGLIP, "mm_tokens_per_image": 4}, batch=texts_and_images(types=True)),
     case("PaliGemmaForConditionalGeneration", FAMILY, _LLAVA, batch=texts_and_images(types=False)),
@@ -109,11 +114,14 @@ VISION_LANGUAGE: list[ModelCase] = [
     case("LlavaForConditionalGeneration", FAMILY, _LLAVA, batch=texts_and_images()),
     case("VipLlavaForConditionalGeneration", FAMILY, {**_LLAVA, "vision_feature_layers": [-2, -1]},
          batch=texts_and_images()),
-    case("AyaVisionForConditionalGeneration", FAMILY, {**_LLAVA, "downsample_factor": 2}, batch=texts_and_images()),
+    case("AyaVisionForConditionalGeneration", FAMILY, {**_LLAVA, "downsample_factor": 2},
+         batch=texts_and_images()),
     case("Cohere2VisionForConditionalGeneration", FAMILY, {**_LLAVA, "downsample_factor": 2},
          batch=texts_and_images()),
-    case("Mistral3ForConditionalGeneration", FAMILY, {"vision_config": _SIGLIP, "spatial_merge_size": 2}, batch=_sized),
-    case("InternVLForConditionalGeneration", FAMILY, {"vision_config": {"image_size": [32, 32], "patch_size": [8, 8]}},
+    case("Mistral3ForConditionalGeneration", FAMILY, {"vision_config": _SIGLIP, "spatial_merge_size": 2},
+         batch=_sized),
+    case("InternVLForConditionalGeneration", FAMILY, {"vision_config": {"image_size": [32, 32],
+         "patch_size": [8, 8]}},
          batch=texts_and_images()),
     case("GotOcr2ForConditionalGeneration", FAMILY, batch=texts_and_images()),
     case("MllamaForCausalLM", FAMILY),
@@ -127,13 +135,17 @@ VISION_LANGUAGE: list[ModelCase] = [
     case("AltCLIPModel", FAMILY, batch=_tower),
     case("FlavaModel", FAMILY, batch=_pair, loss=mean_square),
     case("ViltModel", FAMILY, batch=_pair, loss=mean_square),
-    case("BridgeTowerModel", FAMILY, {"vision_config": {"hidden_size": 64}, "text_config": {"hidden_size": 64}, "hidden_size": 64}, batch=_pair, loss=mean_square),
+    case("BridgeTowerModel", FAMILY, {"vision_config": {"hidden_size": 64},
+         "text_config": {"hidden_size": 64}, "hidden_size": 64}, batch=_pair, loss=mean_square),
     case("OwlViTModel", FAMILY, batch=_tower),
-    case("VisionEncoderDecoderModel", FAMILY, {"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2", "add_cross_attention": True}},
+    case("VisionEncoderDecoderModel", FAMILY, {"encoder": {"model_type": "vit"},
+         "decoder": {"model_type": "gpt2", "add_cross_attention": True}},
          prepare=_start_tokens,
          batch=lambda m: Inputs(kwargs={"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": text()})),
     case("Pix2StructForConditionalGeneration", FAMILY, {"vision_config": {"patch_embed_hidden_size": 48}},
-         batch=lambda m: Inputs(kwargs={"flattened_patches": torch.cat([torch.randint(1, 4, (BATCH, 6, 2)).float(), torch.randn(BATCH, 6, 48)], 2), "labels": text()})),
-    case("LxmertModel", FAMILY, {"visual_feat_dim": 32, "l_layers": 2, "x_layers": 1, "r_layers": 1}, batch=lambda m: Inputs(kwargs={"input_ids": text(), "visual_feats": torch.randn(BATCH, 4, 32), "visual_pos": torch.rand(BATCH, 4, 4)}), loss=mean_square),
+         batch=lambda m: Inputs(kwargs={"flattened_patches": torch.cat([torch.randint(1, 4, (BATCH, 6,
+         2)).float(), torch.randn(BATCH, 6, 48)], 2), "labels": text()})),
+    case("LxmertModel", FAMILY, {"visual_feat_dim": 32, "l_layers": 2, "x_layers": 1, "r_layers": 1},
+         batch=lambda m: Inputs(kwargs={"input_ids": text(), "visual_feats": torch.randn(BATCH, 4, 32),
+         "visual_pos": torch.rand(BATCH, 4, 4)}), loss=mean_square),
 ]  # fmt: skip
-_ = images

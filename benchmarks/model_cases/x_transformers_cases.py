@@ -30,7 +30,7 @@ def _decoder(name: str, **settings: Any) -> ModelCase:
 
         outer = {k: settings[k] for k in settings if k in _OUTER}
         inner = {k: settings[k] for k in settings if k not in _OUTER}
-        layers = Decoder(**({"dim": 32, "depth": 3, "heads": 4, "attn_dim_head": 8} | inner))
+        layers = Decoder(**({"dim": 32, "depth": 2, "heads": 4, "attn_dim_head": 8} | inner))
         return TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=32, attn_layers=layers, **outer)
 
     return ModelCase(f"x-transformers {name}", "x-transformers", build, _texts, _next_token, "x_transformers")
@@ -46,7 +46,7 @@ def _other(name: str, make: Callable[[], nn.Module], batch: Callable[[Any], Inpu
 def _encoder() -> nn.Module:
     from x_transformers import Encoder, TransformerWrapper
 
-    layers = Encoder(dim=32, depth=3, heads=4, attn_dim_head=8)
+    layers = Encoder(dim=32, depth=2, heads=4, attn_dim_head=8)
     return TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=32, attn_layers=layers)
 
 
@@ -62,21 +62,23 @@ def _both() -> nn.Module:
 def _autoregressive() -> nn.Module:
     from x_transformers import AutoregressiveWrapper, Decoder, TransformerWrapper
 
-    layers = Decoder(dim=32, depth=3, heads=4, attn_dim_head=8)
-    return AutoregressiveWrapper(TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=32, attn_layers=layers))
+    layers = Decoder(dim=32, depth=2, heads=4, attn_dim_head=8)
+    return AutoregressiveWrapper(
+        TransformerWrapper(num_tokens=VOCABULARY, max_seq_len=32, attn_layers=layers)
+    )
 
 
 def _continuous() -> nn.Module:
     from x_transformers import ContinuousTransformerWrapper, Decoder
 
-    layers = Decoder(dim=32, depth=3, heads=4, attn_dim_head=8)
+    layers = Decoder(dim=32, depth=2, heads=4, attn_dim_head=8)
     return ContinuousTransformerWrapper(dim_in=8, dim_out=8, max_seq_len=32, attn_layers=layers)
 
 
 def _images() -> nn.Module:
     from x_transformers import Encoder, ViTransformerWrapper
 
-    layers = Encoder(dim=32, depth=3, heads=4, attn_dim_head=8)
+    layers = Encoder(dim=32, depth=2, heads=4, attn_dim_head=8)
     return ViTransformerWrapper(image_size=32, patch_size=8, num_classes=5, attn_layers=layers)
 
 
