@@ -1,6 +1,6 @@
 """Find where the linear order of a captured graph may be cut.
 
-``calls in graph order --> CallOrder``. A cut is legal if only tensors of known shape cross it, and if it
+``calls in graph order --> CallOrder``. A cut is legal if only tensors of known shape and strides cross it, and if it
 separates neither a value from its in-place changes, nor the uses of a changed buffer, nor the calls of a
 torch.func transform.
 """
@@ -90,7 +90,7 @@ def call_order(
     for node, first in position.items():
         last = max((position[user] for user in node.users if user in position), default=first)
         value = value_of(node)
-        if value is not None and all(isinstance(n, int) for n in value.shape):
+        if value is not None and all(isinstance(n, int) for n in (*value.shape, *value.stride())):
             _span(live, first, last, tensor_bytes(value))
         else:
             _span(illegal, first, last, 1)
