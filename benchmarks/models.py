@@ -7,7 +7,7 @@ Each configuration is compiled over a few stages with verify on, runs one step o
 process, and is then compared with plain autograd over the same microbatches: losses, outputs, every gradient,
 parameters and buffers, with the same random numbers. Sizes are tiny, weights random, nothing is downloaded.
 
-* right: bitwise, or within 1e-6 of the largest value of a tensor (the difference is said)
+* right: bitwise, or within 1e-6 relative of each tensor (the difference is said)
 * refused: an error of this package that says what cannot be done
 * crash: any other error, or a process that died
 * wrong: a value differs, or verify found one that does

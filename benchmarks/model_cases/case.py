@@ -31,12 +31,15 @@ class Inputs:
         Of the call. Every tensor's dimension 0 is the batch, or the tensor is one of ``whole``.
     whole
         Positions of args and names of kwargs that every microbatch gets whole.
+    constant
+        Names of kwargs whose values the model's code reads, equal in all microbatches.
     """
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     target: Any = None
     whole: tuple[str | int, ...] = ()
+    constant: tuple[str, ...] = ()
 
     def microbatches(self, count: int) -> list[Inputs]:
         """Cut every tensor but the whole ones into ``count`` pieces along dimension 0."""

@@ -66,6 +66,14 @@ def _tower(model: Any) -> Inputs:
     )
 
 
+def _prefixed(model: Any) -> Inputs:
+    """Images and the first words are read both ways, the rest is predicted."""
+    given = texts_and_images()(model)
+    ids = given.kwargs["input_ids"]
+    suffix = (torch.arange(ids.shape[1]) >= ids.shape[1] - 6).long().expand_as(ids).contiguous()
+    return Inputs(kwargs={**given.kwargs, "token_type_ids": suffix})
+
+
 def _start_tokens(model: Any) -> None:
     model.config.pad_token_id, model.config.decoder_start_token_id = 0, 1
 
@@ -104,7 +112,7 @@ VISION_LANGUAGE: list[ModelCase] = [
          batch=_patches(96), wrap=PerSample),
     case("Gemma3ForConditionalGeneration", FAMILY,
          {"vision_config": _SIGLIP, "mm_tokens_per_image": 4}, batch=texts_and_images(types=True)),
-    case("PaliGemmaForConditionalGeneration", FAMILY, _LLAVA, batch=texts_and_images(types=False)),
+    case("PaliGemmaForConditionalGeneration", FAMILY, _LLAVA, batch=_prefixed),
     case("SmolVLMForConditionalGeneration", FAMILY, {"vision_config": _SIGLIP, "scale_factor": 2},
          batch=texts_and_images((1, 3, 32, 32))),
     case("Idefics3ForConditionalGeneration", FAMILY, {"vision_config": _SIGLIP, "scale_factor": 2},
