@@ -50,7 +50,8 @@ def _patches(width: int, grid: tuple[int, int, int] = (1, 4, 4), merge: int = 2,
                 "image_grid_thw": torch.tensor([grid] * BATCH),
                 "labels": ids.masked_fill(ids == 64, -100),
                 **more,
-            }
+            },
+            constant=("image_grid_thw", *more),
         )
 
     return batch

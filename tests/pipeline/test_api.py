@@ -187,7 +187,7 @@ class Checkpointed(nn.Module):
         return input
 
 
-@pytest.mark.parametrize("at_once", (1, 2, 4))
+@pytest.mark.parametrize("at_once", [1, 2, 4])
 def test_the_oracle_draws_in_a_recomputed_block_what_its_forward_drew(at_once: int) -> None:
     model, x = Checkpointed(at_once), torch.randn(6, 4)
     other = copy.deepcopy(model)

@@ -1,4 +1,4 @@
-"""Tables in a function's cache: a compiled model still runs by itself, and its cache is not read by a trace."""
+"""Tables in a function's cache: a compiled model still runs by itself afterwards."""
 
 from __future__ import annotations
 
