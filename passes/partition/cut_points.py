@@ -1,7 +1,7 @@
 """Find where the linear order of a captured graph may be cut.
 
-``calls in graph order --> CallOrder``. A cut is legal if only tensors of known shape and strides cross
-it, and if it separates neither a value from its in-place changes, nor the uses of a changed buffer, nor the calls of
+``calls in graph order --> CallOrder``. A cut is legal if only tensors of known shape and strides cross it, and
+if it separates neither a value from its in-place changes, nor the uses of a changed buffer, nor the calls of
 a torch.func transform.
 """
 
