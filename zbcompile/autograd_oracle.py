@@ -44,7 +44,7 @@ class _Streams(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> _Streams:
         self._begin(self.first.get(0))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -190,8 +190,9 @@ def _rounds_once(call: Node) -> bool:
 
 
 def _same_kind(value: object, other: Tensor) -> TypeGuard[Tensor]:
-    static = has_static_shape(value) and has_static_shape(other)
-    return static and value.shape == other.shape and value.dtype == other.dtype
+    if not has_static_shape(value) or not has_static_shape(other):
+        return False
+    return value.shape == other.shape and value.dtype == other.dtype
 
 
 def _same_form(value: object, other: Tensor) -> bool:
