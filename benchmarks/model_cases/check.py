@@ -121,7 +121,9 @@ def check(case: ModelCase, say: Callable[[str], None]) -> Row:
         )
         say("compile")
         losses: list[Tensor] = []
-        output = pipeline.step(*batch.args, target=batch.target, losses=losses, **batch.kwargs)
+        output = pipeline.step(
+            *batch.args, target=batch.target, losses=losses, return_outputs=True, **batch.kwargs
+        )
         say("step")
     except ZBCompileError as error:
         if "report the model" in str(error):
