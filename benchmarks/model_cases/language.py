@@ -112,6 +112,7 @@ SETTINGS: dict[str, Settings] = {
     },
     "ZayaForCausalLM": {"num_experts_per_tok": 1, "router_hidden_size": 16, "moe_intermediate_size": 32},
     "MPNetForMaskedLM": {"relative_attention_num_buckets": 32},
+    "RecurrentGemmaForCausalLM": {"num_hidden_layers": 3},
     "SqueezeBertForMaskedLM": {"embedding_size": 32},
     "XmodForMaskedLM": {"default_language": "en_XX"},
     "ReformerForMaskedLM": {
