@@ -9,8 +9,9 @@ parameters and buffers, with the same random numbers. Sizes are tiny, weights ra
 
 * right: bitwise, or within 1e-6 relative of each tensor (the difference is said)
 * refused: an error of this package that says what cannot be done
-* crash: any other error, or a process that died
-* wrong: a value differs, or verify found one that does
+* crash: any other error, an error that asks to report the model (verify found a value that differs), or a
+  process that died
+* wrong: a value differs after a step that raised nothing
 * too slow: more processor time than --seconds
 * not run: a package is missing, or the untouched model alone fails
 

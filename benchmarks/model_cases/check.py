@@ -127,7 +127,7 @@ def check(case: ModelCase, say: Callable[[str], None]) -> Row:
         say("step")
     except ZBCompileError as error:
         if "report the model" in str(error):
-            return row(Verdict.WRONG, f"found by verify: {_one_line(error)}")
+            return row(Verdict.CRASH, f"found by verify: {_one_line(error)}")
         return row(Verdict.REFUSED, _one_line(error))
     except Exception as error:  # whatever torch or this package raises: that is the finding
         return row(Verdict.CRASH, f"{_one_line(error)} [{_place(error)}]")
