@@ -89,6 +89,7 @@ def test_every_dependency_is_pinned_without_hosts_or_local_versions() -> None:
         *PROJECT["project"]["dependencies"],
         *extras["test"],
         *extras["lint"],
+        *extras["models"],
         "build",
         "setuptools",
         "wheel",

@@ -1,8 +1,8 @@
 """The oracle: plain autograd on the untouched model, with the random numbers that a pipeline draws.
 
 A pipeline draws the masks of each (stage, microbatch) from a stream of its own (docs/runtime.md). To compare,
-the model runs as it is, in one process; only the generator is set to the stage's stream when
-the first random operator of each stage comes up.
+the model runs as it is, in one process; only the generator is set to the next stage's stream when a stage
+has drawn its last. What a checkpoint computes again draws the same.
 """
 
 from __future__ import annotations
@@ -28,34 +28,50 @@ def count_draws(stage: Any) -> int:
 
 
 class _Streams(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Set the generator to a stage's stream before the stage's first draw."""
+    """Set the generator to a stage's stream as soon as the stages before it have drawn.
+
+    Not at the stage's own first draw: a checkpoint keeps the generator's state when its block begins, and
+    computes the block again from there. While a backward runs, the change of streams is known by the state
+    that the last draw of a stage leaves.
+    """
 
     def __init__(self, draws: Sequence[int], seed_of: Callable[[int], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.first = {sum(draws[:stage]): stage for stage, count in enumerate(draws) if count}
         self.total, self.seen, self.seed_of = sum(draws), 0, seed_of
+        self.backward = False
+        self.ends: dict[bytes, int] = {}
+
+    def __enter__(self) -> _Streams:
+        self._begin(self.first.get(0))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in op.tags:
-            stage = self.first.get(self.seen)
-            if stage is not None:
-                torch.default_generator.manual_seed(self.seed_of(stage))
-            self.seen += 1
-        return op(*args, **(kwargs or {}))
+            if not self.backward:
+                self.seen += 1
+                if self.seen in self.first:
+                    self.ends[_state()] = self.first[self.seen]
+            self._begin(self.ends.get(_state()))
+        return result
+
+    def _begin(self, stage: int | None) -> None:
+        if stage is not None:
+            torch.default_generator.manual_seed(self.seed_of(stage))
+
+
+def _state() -> bytes:
+    return bytes(torch.default_generator.get_state().numpy())
 
 
 @contextlib.contextmanager
-def _streams(draws: Sequence[int], seed: int, step: int, microbatch: int) -> Iterator[None]:
+def _streams(draws: Sequence[int], seed: int, step: int, microbatch: int) -> Iterator[_Streams]:
     state = torch.default_generator.get_state()
     try:
         with _Streams(draws, lambda stage: stream_seed(seed, step, stage, microbatch)) as mode:
-            yield
-        if mode.seen != mode.total:
-            raise CheckError(
-                "the model draws another number of random tensors than its stages",
-                needed=mode.total,
-                given=mode.seen,
-            )
+            yield mode
     finally:
         torch.default_generator.set_state(state)
 
@@ -96,9 +112,16 @@ def autograd_step(
     """
     losses = []
     for index, inputs in enumerate(microbatches):
-        with _streams(draws, seed, step, index):
+        with _streams(draws, seed, step, index) as streams:
             loss = loss_of(model(**inputs))
-        loss.backward()  # type: ignore[no-untyped-call]
+            if streams.seen != streams.total:
+                raise CheckError(
+                    "the model draws another number of random tensors than its stages",
+                    needed=streams.total,
+                    given=streams.seen,
+                )
+            streams.backward = True
+            loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
     for parameter in model.parameters():
         if parameter.grad is not None:

@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from zbcompile.errors import CaptureError, UsageError, ZBCompileError
 from zbcompile.passes import torch_patches, torch_private
+from zbcompile.passes.capture.caches import caches_kept
 from zbcompile.passes.capture.captured import Captured, Role, RoleKind
 from zbcompile.passes.capture.collection import collection_paused
 from zbcompile.passes.capture.custom_functions import intercepted
@@ -269,13 +270,13 @@ def _export(whole: _Traced, tensors: Sequence[Tensor]) -> ExportedProgram:
     modes = torch.inference_mode(False), torch.enable_grad(), torch_patches.grouped_products_of_any_dtype()
     with modes[0], modes[1], modes[2], torch.random.fork_rng(devices=[]), torch_patches.quiet():
         try:
-            return torch.export.export(whole, detached, strict=False)
+            return _export_once(whole, detached)
         except ZBCompileError:
             raise
         except Exception as error:
             whole.eager, first = False, whole.record.guard
             try:
-                return torch.export.export(whole, detached, strict=False)
+                return _export_once(whole, detached)
             except Exception:
                 integers = _integers(whole, detached)
                 raise explain(whole.model, whole.tables[0], error, first, integers) from error
@@ -292,6 +293,11 @@ def _integers(whole: _Traced, tensors: Sequence[Tensor]) -> list[str]:
 def _is_number(buffer: Tensor) -> bool:
     whole = not buffer.is_floating_point() and not buffer.is_complex()
     return whole and buffer.numel() <= _FEW and not buffer.is_meta and buffer.layout is torch.strided
+
+
+def _export_once(whole: _Traced, tensors: tuple[Tensor, ...]) -> ExportedProgram:
+    with caches_kept():
+        return torch.export.export(whole, tensors, strict=False)
 
 
 def _named(model: nn.Module) -> list[tuple[str, Tensor]]:

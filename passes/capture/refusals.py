@@ -67,6 +67,11 @@ _REASONS = (
         "a tensor leaves the graph and comes back",
         "do it with plain torch functions, or put it into a torch.autograd.Function",
     ),
+    (
+        ("non-nested SymInt",),
+        "a Python set or dict holds sizes taken from tensor data",
+        "give lengths and sizes as Python numbers",
+    ),
 )
 """(words of torch's error, reason, fix); the first that matches is told."""
 

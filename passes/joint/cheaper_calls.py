@@ -88,7 +88,7 @@ def _scaled_before_expand(graph: Graph, node: Node) -> Node | None:
     expanded = None if narrow is None else evaluate_fake(wide, (narrow, *wide.args[1:]))
     if expanded is None or expanded.dtype != node.meta["val"].dtype or expanded.is_complex():
         return None
-    one = source.meta["val"].numel() == 1
+    one = has_static_shape(source.meta["val"]) and source.meta["val"].numel() == 1
     alike = all(is_elementwise(user) if one else _rounds_once(user) for user in node.users)
     if not alike or not all(_keeps_form(user, node, expanded) for user in node.users):
         return None
@@ -190,7 +190,9 @@ def _rounds_once(call: Node) -> bool:
 
 
 def _same_kind(value: object, other: Tensor) -> TypeGuard[Tensor]:
-    return has_static_shape(value) and value.shape == other.shape and value.dtype == other.dtype
+    if not has_static_shape(value) or not has_static_shape(other):
+        return False
+    return value.shape == other.shape and value.dtype == other.dtype
 
 
 def _same_form(value: object, other: Tensor) -> bool:

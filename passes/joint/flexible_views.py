@@ -48,7 +48,10 @@ def flexible_views(graph: Graph) -> int:
 
 
 def _layouts_differ(node: Node) -> bool:
-    """Return whether tensors of one shape come in with different strides, or one that the kernel may copy."""
+    """Return whether tensors of one shape come in with different strides, or one that the kernel may copy.
+
+    Strides that depend on data count as different.
+    """
     values = [value_of(argument) for argument in node.all_input_nodes]
     tensors = [v for v in values if v is not None and v.layout is torch.strided and v.dim() > 1]
     first = next(iter(tensors), None)
@@ -57,6 +60,8 @@ def _layouts_differ(node: Node) -> bool:
     if first is None or not all(map(has_static_shape, tensors)):
         return False
     alike = [t for t in tensors if t.shape == first.shape]
+    if len(alike) > 1 and not all(has_static_shape(t) for t in alike):
+        return True
     return any(t.stride() != first.stride() for t in alike)
 
 

@@ -1,8 +1,8 @@
 """Find where the linear order of a captured graph may be cut.
 
-``calls in graph order --> CallOrder``. A cut is legal if only tensors of known shape cross it, and if it
-separates neither a value from its in-place changes, nor the uses of a changed buffer, nor the calls of a
-torch.func transform.
+``calls in graph order --> CallOrder``. A cut is legal if only tensors of known shape and strides cross it,
+and if it separates neither a value from its in-place changes, nor the uses of a changed buffer, nor the calls
+of a torch.func transform.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
+import torch
+from torch import Tensor
 from torch.fx import Node
 
 from zbcompile.passes.aliasing import StorageGroups, tensor_bytes
@@ -90,7 +92,7 @@ def call_order(
     for node, first in position.items():
         last = max((position[user] for user in node.users if user in position), default=first)
         value = value_of(node)
-        if value is not None and all(isinstance(n, int) for n in value.shape):
+        if value is not None and _has_known_layout(value):
             _span(live, first, last, tensor_bytes(value))
         else:
             _span(illegal, first, last, 1)
@@ -127,6 +129,11 @@ def _inseparable(
                 last_change = max(touching)
             spans.append((min(touching), last_change))
     return spans
+
+
+def _has_known_layout(value: Tensor) -> bool:
+    strides = value.stride() if value.layout is torch.strided else ()
+    return all(isinstance(n, int) for n in (*value.shape, *strides))
 
 
 def _transforms(nodes: Sequence[Node]) -> list[tuple[int, int]]:

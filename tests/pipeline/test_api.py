@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zbcompile
 from zbcompile.autograd_oracle import autograd_step, count_draws
@@ -169,6 +170,39 @@ def test_dropout_repeats_with_seed_and_step_and_equals_the_same_streams_in_plain
     targets = iter([y[2 * k : 2 * k + 2] for k in range(4)])
     draws = [count_draws(stage) for stage in pipeline]
     autograd_step(other, parts, lambda out: MSE(out, next(targets)), draws, seed=5, step=0)
+    assert_same_gradients(model, other)
+
+
+class Checkpointed(nn.Module):
+    """Dropout inside checkpoints; with two blocks in one of them, a stage can end inside."""
+
+    def __init__(self, at_once: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)) for _ in range(4))
+        self.at_once = at_once
+
+    def forward(self, input: Tensor) -> Tensor:
+        for k in range(0, 4, self.at_once):
+            input = checkpoint(nn.Sequential(*self.layers[k : k + self.at_once]), input, use_reentrant=False)
+        return input
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 4])
+def test_the_oracle_draws_in_a_recomputed_block_what_its_forward_drew(at_once: int) -> None:
+    model, x = Checkpointed(at_once), torch.randn(6, 4)
+    other = copy.deepcopy(model)
+    schedule = Schedule.parse(
+        "placement 0 1\nmicrobatches 2\nrank 0: 0F0 0F1 0BW0 0BW1\nrank 1: 1F0 1BW0 1F1 1BW1"
+    )
+    with zbcompile.compile(
+        model, 2, example_args=(x,), example_target=x, loss_fn=MSE, num_microbatches=2, schedule=schedule
+    ) as pipeline:
+        pipeline.step(x, target=x)
+        draws = [count_draws(stage) for stage in pipeline]
+    assert all(draws)
+    targets = iter(x.chunk(2))
+    parts = [{"input": part} for part in x.chunk(2)]
+    autograd_step(other, parts, lambda out: MSE(out, next(targets)), draws, seed=0, step=0)
     assert_same_gradients(model, other)
 
 

@@ -93,6 +93,23 @@ def test_failure_in_the_models_own_code_names_line_and_module() -> None:
     assert "(1)" in text
 
 
+class Lengths(nn.Module):
+    """Asks whether all texts of a batch are of one length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.layer(x) if len(set(mask.sum(1).tolist())) > 1 else x
+
+
+def test_a_set_of_sizes_that_data_gives_is_told_in_plain_words() -> None:
+    with pytest.raises(CaptureError, match="tensor data.*test_capture.py") as caught:
+        capture(Lengths(), (torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.long)))
+    assert "SymInt" not in str(caught.value)
+
+
 def test_example_without_tensors_is_refused() -> None:
     with pytest.raises(UsageError, match="no tensor"):
         capture(Stack1(), (1, "x"))
