@@ -13,12 +13,18 @@ from hypothesis import settings
 from tests.support.places import DATA, GOLDEN
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+WAITING = ("tests/runtime/", "tests/pipeline/test_failures_processes.py", "tests/cli/test_demo.py")
 settings.register_profile("zbcompile", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("zbcompile")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that mostly wait for processes of their own: others run beside them meanwhile."""
+    items.sort(key=lambda item: not item.nodeid.startswith(WAITING))
 
 
 @pytest.fixture
