@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -18,6 +19,7 @@ from torch.fx.node import Argument
 
 from zbcompile.errors import SplitError
 from zbcompile.passes.torch_patches import joint_trace_patched, quiet
+from zbcompile.runtime.signals import deferred_signals
 
 try:
     from torch._functorch._aot_autograd import descriptors
@@ -167,7 +169,9 @@ def joint_graph(module: nn.Module, arguments: list[Tensor]) -> JointGraph:
     ChangeCarriesGradient
         The module changes an argument to a value that depends on parameters.
     """
-    with joint_trace_patched(), torch.enable_grad(), contextlib.ExitStack() as stack:
+    # torch aborts the process where an interrupt comes in the middle of some of its calls.
+    interrupts = deferred_signals(signal.SIGINT)
+    with interrupts, joint_trace_patched(), torch.enable_grad(), contextlib.ExitStack() as stack:
         joint = aot_export_joint_with_descriptors(stack, module, tuple(arguments), decompositions={})
         graph_module = joint.graph_module
     return _with_roles(graph_module)

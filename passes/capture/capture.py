@@ -11,6 +11,7 @@ The model, its buffers and the random state are left as they were.
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,7 +28,6 @@ from zbcompile.passes.capture.caches import caches_kept
 from zbcompile.passes.capture.captured import Captured, Role, RoleKind
 from zbcompile.passes.capture.collection import collection_paused
 from zbcompile.passes.capture.custom_functions import intercepted
-from zbcompile.passes.capture.function_caches import function_caches_kept
 from zbcompile.passes.capture.inline import inline
 from zbcompile.passes.capture.meta_capture import meta_as_fake
 from zbcompile.passes.capture.modes import traced_modes
@@ -44,6 +44,7 @@ from zbcompile.passes.capture.state_guards import (
 from zbcompile.passes.capture.trace_guards import TraceGuard
 from zbcompile.passes.capture.with_loss import loss_module, loss_name, with_loss
 from zbcompile.passes.provenance import MODEL_PREFIX
+from zbcompile.runtime.signals import deferred_signals
 
 __all__ = ["capture"]
 
@@ -214,7 +215,7 @@ class _Traced(nn.Module):
         record.guard = guard
         hooks, state = torch_patches.without_tensor_hooks(), state_guarded(tables, record.changes)
         asked = torch_patches.truth_asked_first(guard.truth, guard.demand)
-        with as_eager, traced_modes(), function_caches_kept(tables), hooks, state, asked, guard:
+        with as_eager, traced_modes(), hooks, state, asked, guard:
             value: object = self.model(*args, **kwargs)
             loss = None if loss_fn is None else loss_fn(value, target)
         _write_assigned_buffers(before, tables)
@@ -296,7 +297,8 @@ def _is_number(buffer: Tensor) -> bool:
 
 
 def _export_once(whole: _Traced, tensors: tuple[Tensor, ...]) -> ExportedProgram:
-    with caches_kept():
+    # torch aborts the process where an interrupt comes in the middle of some of its calls.
+    with caches_kept(), deferred_signals(signal.SIGINT):
         return torch.export.export(whole, tensors, strict=False)
 
 

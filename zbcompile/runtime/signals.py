@@ -16,9 +16,15 @@ class deferred_signals:  # noqa: N801 - used as a function
     """Handle signals that arrive in the body at its end, in their order.
 
     Only the main thread runs handlers; in another thread this does nothing.
+
+    Parameters
+    ----------
+    numbers
+        Which signals; default: all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *numbers: int) -> None:
+        self._numbers = numbers or tuple(range(1, signal.NSIG))
         self._handlers: list[tuple[int, _Handler]] = []
         self._arrived: list[tuple[int, FrameType | None]] = []
 
@@ -26,7 +32,7 @@ class deferred_signals:  # noqa: N801 - used as a function
         if threading.current_thread() is not threading.main_thread():
             return
         try:
-            for number in range(1, signal.NSIG):
+            for number in self._numbers:
                 handler = signal.getsignal(number)
                 if callable(handler):
                     self._handlers.append((number, handler))

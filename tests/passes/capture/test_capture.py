@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -205,3 +206,22 @@ def test_private_torch_names_live_in_two_files() -> None:
             lines = [line for line in file.read_text().splitlines() if '"' not in line]
             found = [line.strip() for line in lines if private.search(line)]
             assert not found, (file.name, found)
+
+
+def test_an_interrupt_waits_for_the_end_of_the_trace() -> None:
+    """In the middle of some of its calls torch would abort the process."""
+
+    class Interrupted(nn.Linear):
+        ends = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            signal.raise_signal(signal.SIGINT)
+            y = super().forward(x)
+            type(self).ends += 1
+            return y
+
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        capture(Interrupted(4, 4), (torch.randn(2, 4),))
+    assert Interrupted.ends
+    assert signal.getsignal(signal.SIGINT) is handler
