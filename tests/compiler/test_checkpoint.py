@@ -81,6 +81,12 @@ def test_a_model_is_loaded_whole_or_not_at_all() -> None:
     assert not any(tensor.any() for tensor in model.state_dict().values())
 
 
+def test_tensors_without_values_are_refused() -> None:
+    model = nn.Linear(2, 2, device="meta")
+    with pytest.raises(UsageError, match=r"meta device.*\(weight\)\n.*materialize"):
+        own_tensors(model, (), (), first=True)
+
+
 def test_state_that_is_no_tensor_is_refused() -> None:
     class Extra(nn.Linear):
         def get_extra_state(self) -> str:

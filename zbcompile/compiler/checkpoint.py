@@ -40,22 +40,35 @@ def own_tensors(
     Raises
     ------
     UsageError
-        A module has extra state that is no tensor.
+        A module has extra state that is no tensor; or a tensor of this process is on the meta device, where
+        saving and loading would do nothing.
     """
     whole = trained.state_dict(keep_vars=True)
     other = next((name for name, value in whole.items() if not isinstance(value, Tensor)), None)
     if other is not None:
-        raise UsageError("the model has state that is no tensor", where=other, fix="save it yourself")
+        raise UsageError(
+            "the model has state that is no tensor",
+            where=other,
+            fix="save it beside the checkpoint, and leave it out of the module's get_extra_state()",
+        )
     held: dict[int, set[int]] = {}
     for stage in stages:
         for name in (*stage.parameters, *stage.buffers):
             if name in whole:
                 held.setdefault(id(whole[name]), set()).add(stage.index)
-    return {
+    own = {
         name: tensor
         for name, tensor in whole.items()
         if (held[id(tensor)] & set(local) if id(tensor) in held else first)
     }
+    empty = next((name for name, tensor in own.items() if tensor.is_meta), None)
+    if empty is not None:
+        raise UsageError(
+            "a tensor is on the meta device and has no values yet",
+            where=empty,
+            fix="call stage.materialize(...) for every stage in pipeline.local_stages",
+        )
+    return own
 
 
 def model_state(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -184,7 +197,7 @@ def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _saved(state: Mapping[str, Tensor], name: str) -> Tensor:
-    if name not in state:
+    if not isinstance(state.get(name), Tensor):
         raise UsageError(
             "the saved state lacks a tensor of this process's stages",
             where=name,

@@ -36,7 +36,7 @@ __all__ = ["Outcome", "spawn", "spawn_outcomes"]
 T = TypeVar("T")
 
 _LOOPBACK = "127.0.0.1"
-_STARTING = threading.Lock()
+_STARTING = threading.RLock()  # a copy of this process is made while it is held, and may start others
 
 
 @dataclass(frozen=True)
