@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from zbcompile.passes.partition.partition import Policy
     from zbcompile.passes.split.split_backward import Recompute
 
-__all__ = ["NAMED_PLACEMENTS", "CompileOptions", "MemoryLimit", "PlacementName"]
+__all__ = ["NAMED_PLACEMENTS", "CompileOptions", "MemoryLimit", "PlacementName", "argument_places"]
 
 MemoryLimit = int | tuple[int | None, ...] | None
 """Bytes for every rank, or for each one (None: no limit)."""
@@ -40,7 +40,7 @@ class CompileOptions:
     schedule
         The order to run instead of a search; None: search.
     whole
-        Tensors that every microbatch gets whole: positions of args, names of kwargs.
+        Tensors that every microbatch gets whole: positions of args, names of the forward's arguments.
     constant
         Arguments of the model whose values are the same in every microbatch of every step, and become part
         of the graphs: positions of args, names of the forward's arguments.
@@ -143,6 +143,24 @@ class CompileOptions:
 
 
 _COMPARED_ELSEWHERE = ("model", "loss_fn", "group", "split_points")
+
+
+def argument_places(option: str, value: object) -> tuple[str | int, ...]:
+    """Return an option that names arguments of a call, as a tuple.
+
+    Raises
+    ------
+    UsageError
+        It is no list of positions and names.
+    """
+    places = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
+    if places is None or any(isinstance(p, bool) or not isinstance(p, str | int) for p in places):
+        raise UsageError(
+            f"{option} must be a list of positions and names of arguments",
+            given=repr(value),
+            fix=f'write for instance {option}=["mask"]',
+        )
+    return places
 
 
 def _check_count(name: str, value: object) -> None:

@@ -27,7 +27,7 @@ from zbcompile.formats import profile_json
 from zbcompile.formats.detect import load_schedule
 from zbcompile.formats.files import read_text
 from zbcompile.formats.measured_json import Measured
-from zbcompile.options import CompileOptions, MemoryLimit, PlacementName
+from zbcompile.options import CompileOptions, MemoryLimit, PlacementName, argument_places
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.runtime.stage_modules import Stage
 from zbcompile.schedule.costs import Profile
@@ -121,7 +121,7 @@ def compile(
     scale_grads
         Divide gradients by the number of microbatches, for a loss that is a mean.
     whole
-        Tensors that every microbatch gets whole: positions of args, names of kwargs.
+        Tensors that every microbatch gets whole: positions of args, names of the forward's arguments.
     constant
         Arguments of the model whose values are the same in every microbatch of every step (sizes of images,
         lengths): positions of args, names of the forward's arguments. Python code of the model may read
@@ -168,8 +168,8 @@ def compile(
         time_limit_s=time_limit,
         one_communicator=one_communicator,
         scale_grads=scale_grads,
-        whole=tuple(whole),
-        constant=tuple(constant),
+        whole=argument_places("whole", whole),
+        constant=argument_places("constant", constant),
         stall_limit_s=stall_limit,
     )
     pipeline = Pipeline(options, observer or observer_from_environment())
@@ -453,8 +453,10 @@ class Pipeline(Sequence[Stage]):
         PipelineError
             A rank is lost; or the norm is not finite, and ``error_if_nonfinite``. Nothing is clipped.
         UsageError
-            The ranks give different arguments.
+            The ranks give different arguments, or ``max_norm`` is negative or no number.
         """
+        if not float(max_norm) >= 0:
+            raise UsageError("max_norm must be a number from 0 on", given=float(max_norm))
         words = f"clip_grad_norm_({float(max_norm)}, {float(norm_type)}, {error_if_nonfinite})"
         total = total_norm(list(self._norms(norm_type, words).values()), norm_type, error_if_nonfinite)
         nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total)

@@ -40,12 +40,12 @@ class Contrast(nn.Module):
         return (x - x.mean((0, 1))) * other.sum()
 
 
-def check(model: nn.Module, *args: Any, whole: tuple[int, ...] = (), count: int = 2) -> None:
+def check(model: nn.Module, *args: Any, whole: tuple[int | str, ...] = (), count: int = 2) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state, batch = torch.get_rng_state(), Batch(args)
     modes = [m.training for m in model.modules()]
     try:
-        check_batch_dimension(model, CallForm(batch, whole, count), batch)
+        check_batch_dimension(model, CallForm(batch, model, count, whole), batch)
     finally:
         assert torch.equal(torch.get_rng_state(), state)
         assert [m.training for m in model.modules()] == modes
@@ -62,8 +62,23 @@ def test_a_mask_without_a_batch_dimension_is_refused_unless_it_is_named_whole() 
     with pytest.raises(UsageError, match=r"(?s)no batch dimension \(args\[1\]\).*whole="):
         check(Attention(padding=False), x, mask)
     check(Attention(padding=False), x, mask, whole=(1,))
+    check(Attention(padding=False), x, mask, whole=("mask",))
     check(Attention(padding=True), x, torch.eye(B).bool())
     check(Attention(padding=False), x, mask, count=1)
+
+
+@pytest.mark.parametrize("option", ["whole", "constant"])
+def test_a_name_that_names_no_tensor_of_the_call_is_refused(option: str) -> None:
+    example: dict[str, Any] = {
+        "example_args": (torch.randn(B, B, 8), torch.randn(B, B)),
+        "num_microbatches": 2,
+    }
+    for wrong in (["masks"], [2]):
+        with pytest.raises(UsageError, match=rf"(?s){option}=.* names no tensor of the call.*args\[1\]"):
+            zbcompile.compile(Attention(padding=False), 1, **example, **{option: wrong})
+    for wrong in ("mask", 1, [True]):
+        with pytest.raises(UsageError, match=f"{option} must be a list of positions and names"):
+            zbcompile.compile(Attention(padding=False), 1, **example, **{option: wrong})
 
 
 @pytest.mark.parametrize("build", [lambda: encoder(False), lambda: nn.LSTM(8, 8)], ids=["encoder", "lstm"])

@@ -114,6 +114,9 @@ def test_clipping_has_the_bits_of_torch(norm_type: float) -> None:
     next(model.parameters()).grad.fill_(math.inf)  # type: ignore[union-attr]
     with pytest.raises(PipelineError, match="cannot be clipped"):
         pipeline.clip_grad_norm_(0.1, norm_type, error_if_nonfinite=True)
+    for wrong in (-1.0, math.nan):
+        with pytest.raises(UsageError, match="max_norm must be a number from 0 on"):
+            pipeline.clip_grad_norm_(wrong)
     pipeline.zero_grad()
     assert pipeline.clip_grad_norm_(0.1) == 0
 

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from zbcompile.compiler.batch_dimension import check_batch_dimension
-from zbcompile.compiler.call import Batch, CallForm, places_of
+from zbcompile.compiler.call import Batch, CallForm, check_named
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.lower import lower
 from zbcompile.compiler.observe import Observer, quiet
@@ -49,8 +49,10 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
         if group is not None:
             group.agree(options.agreed_parts())
         num_ranks = _num_ranks(options, group)
-        constant = places_of(options.constant, options.model, batch)
-        call = CallForm(batch, options.whole, _num_microbatches(options, batch, num_ranks), constant)
+        for option, keys in (("whole", options.whole), ("constant", options.constant)):
+            check_named(option, keys, options.model, batch)
+        count = _num_microbatches(options, batch, num_ranks)
+        call = CallForm(batch, options.model, count, options.whole, options.constant)
 
         # 2. capture -> fold_constant_masks -> partition -> split_backward -> verify
         one = call.example

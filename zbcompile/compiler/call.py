@@ -15,7 +15,7 @@ from zbcompile.errors import UsageError
 from zbcompile.passes.capture.nested_values import Spec, flatten, unflatten
 from zbcompile.runtime.batches import BatchPlan
 
-__all__ = ["Batch", "CallForm", "constant_values", "places_of"]
+__all__ = ["Batch", "CallForm", "check_named", "constant_values"]
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,12 @@ class CallForm:
     ----------
     batch
         The example that the model is captured with.
-    whole
-        Tensors that every microbatch gets whole: positions of args, names of kwargs.
+    model
+        What is called: its forward names arguments that are given by position.
     num_microbatches
         How many microbatches a batch is cut into.
+    whole
+        Tensors that every microbatch gets whole: positions of args, names of the forward's arguments.
     constant
         Tensors whose values are the same in every microbatch: as for ``whole``.
 
@@ -79,12 +81,14 @@ class CallForm:
     def __init__(
         self,
         batch: Batch,
-        whole: Sequence[str | int],
+        model: nn.Module,
         num_microbatches: int,
+        whole: Sequence[str | int] = (),
         constant: Sequence[str | int] = (),
     ) -> None:
         tensors, self.spec = batch.flat()
         names = [_name(path) for path in self.spec.paths()]
+        whole, constant = (places_of(keys, model, batch) for keys in (whole, constant))
         kept = [_is_named(name, whole) for name in names]
         self.plan = BatchPlan(names, tensors, num_microbatches, kept)
         self.num_microbatches = num_microbatches
@@ -142,35 +146,41 @@ class CallForm:
                     )
 
 
-def places_of(constant: Sequence[str | int], model: nn.Module, batch: Batch) -> tuple[str | int, ...]:
-    """Return where the arguments named in ``constant=`` stand in a call: positions and names of kwargs.
+def places_of(keys: Sequence[str | int], model: nn.Module, batch: Batch) -> tuple[str | int, ...]:
+    """Return where named arguments stand in a call: positions of args, names of kwargs.
 
-    Raises
-    ------
-    UsageError
-        One of them is no tensor of the call.
+    A name of the forward's arguments is a position where the call gives it by position.
     """
     forward = inspect.signature(model.forward).parameters.values()
     in_order = [p.name for p in forward if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     position = {name: k for k, name in enumerate(in_order[: len(batch.args)])}
-    places = tuple(key if isinstance(key, int) else position.get(key, key) for key in constant)
-    names = [_name(path) for path in Batch(batch.args, batch.kwargs).flat()[1].paths()]
-    for key, place in zip(constant, places, strict=True):
+    return tuple(key if isinstance(key, int) else position.get(key, key) for key in keys)
+
+
+def check_named(option: str, keys: Sequence[str | int], model: nn.Module, batch: Batch) -> None:
+    """Refuse an option that names something which is no tensor of the call.
+
+    Raises
+    ------
+    UsageError
+        Says what could be named.
+    """
+    names = [_name(path) for path in batch.flat()[1].paths()]
+    for key, place in zip(keys, places_of(keys, model, batch), strict=True):
         if not any(_is_named(name, (place,)) for name in names):
             raise UsageError(
-                f"constant={key!r} names no tensor of the call",
+                f"{option}={key!r} names no tensor of the call",
                 needed=f"one of {', '.join(names)}",
                 given=repr(key),
                 fix="give positions of args and names of the forward's arguments",
             )
-    return places
 
 
 def constant_values(constant: Sequence[str | int], model: nn.Module, batch: Batch) -> list[object]:
     """Return the values of the arguments named in ``constant=``, of the whole batch."""
     if not constant:
         return []
-    tensors, spec = Batch(batch.args, batch.kwargs).flat()
+    tensors, spec = batch.flat()
     places = places_of(constant, model, batch)
     return [t.tolist() for t, p in zip(tensors, spec.paths(), strict=True) if _is_named(_name(p), places)]
 

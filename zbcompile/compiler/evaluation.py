@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zbcompile.compiler.call import Batch, CallForm, places_of
+from zbcompile.compiler.call import Batch, CallForm
 from zbcompile.compiler.load import make_reader, make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan, codegen, lower_order
 from zbcompile.options import CompileOptions
@@ -82,8 +82,7 @@ class Evaluation:
         batch: Batch,
     ) -> None:
         count = batch.most_microbatches(trained.schedule.num_microbatches)
-        constant = places_of(options.constant, options.model, batch)
-        self.call = CallForm(batch, options.whole, count, constant)
+        self.call = CallForm(batch, options.model, count, options.whole, options.constant)
         loss_fn = options.loss_fn if batch.target is not None else None
         self.has_loss_fn = loss_fn is not None
         held = [(*s.parameters, *s.buffers) for s in trained_stages]
