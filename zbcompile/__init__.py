@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zbcompile.pipeline import Pipeline, Stage, compile
+    from zbcompile.pipeline import Microbatches, Pipeline, Stage, compile
 
-__all__ = ["Pipeline", "Stage", "compile"]
+__all__ = ["Microbatches", "Pipeline", "Stage", "compile"]
 __version__ = "0.1.0"
 
 

@@ -101,7 +101,7 @@ def gpt2(settings: Settings) -> nn.Module:
     return model.train()
 
 
-def batch(settings: Settings) -> dict[str, Tensor]:
+def batch(settings: Settings) -> dict[str, Any]:
     """One sequence per microbatch; each token is the one before plus a constant."""
     generator = torch.Generator().manual_seed(settings.seed)
     shape = (settings.num_microbatches, 1)

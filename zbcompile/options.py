@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from zbcompile.errors import UsageError
 from zbcompile.schedule.costs import Profile
@@ -20,10 +20,23 @@ if TYPE_CHECKING:
     from zbcompile.passes.partition.partition import Policy
     from zbcompile.passes.split.split_backward import Recompute
 
-__all__ = ["NAMED_PLACEMENTS", "CompileOptions", "MemoryLimit", "PlacementName", "argument_places"]
+__all__ = [
+    "NAMED_PLACEMENTS",
+    "BatchDim",
+    "CompileOptions",
+    "MemoryLimit",
+    "PlacementName",
+    "argument_places",
+    "batch_dims",
+]
 
 MemoryLimit = int | tuple[int | None, ...] | None
 """Bytes for every rank, or for each one (None: no limit)."""
+
+BatchDim = int | tuple[tuple[str | int, int | None], ...]
+"""The batch dimension of all tensors; or of those that are named (None: it has none), and 0 of the others."""
+
+OTHER_SHAPES = ("plan", "refuse")
 
 PlacementName = Literal["auto", "linear", "looped", "v"]
 NAMED_PLACEMENTS: tuple[PlacementName, ...] = ("auto", "linear", "looped", "v")
@@ -44,6 +57,12 @@ class CompileOptions:
     constant
         Arguments of the model whose values are the same in every microbatch of every step, and become part
         of the graphs: positions of args, names of the forward's arguments.
+    batch_dim
+        Which dimension of a tensor is the batch.
+    result_dim
+        Which dimension of the results is the batch; None: ``batch_dim`` if that is one number, else 0.
+    other_shapes
+        Whether batches of other shapes get an order of their own, or are refused.
 
     Raises
     ------
@@ -73,6 +92,9 @@ class CompileOptions:
     scale_grads: bool = True
     whole: tuple[str | int, ...] = ()
     constant: tuple[str | int, ...] = ()
+    batch_dim: BatchDim = 0
+    result_dim: int | None = None
+    other_shapes: str = "plan"
     stall_limit_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -83,6 +105,7 @@ class CompileOptions:
         check_seed(self.seed)
         _check_name("objective", self.objective, OBJECTIVES)
         _check_name("transport", self.transport, TRANSPORTS)
+        _check_name("other_shapes", self.other_shapes, OTHER_SHAPES)
         if not isinstance(self.placement, Placement):
             _check_name("placement", self.placement, NAMED_PLACEMENTS)
         limits = self.memory_limit if isinstance(self.memory_limit, tuple) else (self.memory_limit,)
@@ -127,6 +150,13 @@ class CompileOptions:
                 fix="leave placement out, or plan another schedule",
             )
 
+    @property
+    def joined_dim(self) -> int:
+        """The dimension along which results of microbatches are joined."""
+        if self.result_dim is not None:
+            return self.result_dim
+        return self.batch_dim if isinstance(self.batch_dim, int) else 0
+
     def agreed_parts(self) -> dict[str, str]:
         """Everything that all ranks must have been asked for alike, as text by name.
 
@@ -161,6 +191,31 @@ def argument_places(option: str, value: object) -> tuple[str | int, ...]:
             fix=f'write for instance {option}=["mask"]',
         )
     return places
+
+
+def batch_dims(value: object) -> BatchDim:
+    """Return the option ``batch_dim`` as it is kept.
+
+    Raises
+    ------
+    UsageError
+        It is no dimension, and no mapping of positions and names of arguments to dimensions.
+    """
+    if _is_dim(value):
+        return cast(int, value)
+    if isinstance(value, Mapping):
+        places = argument_places("batch_dim", value)
+        if all(dim is None or _is_dim(dim) for dim in value.values()):
+            return tuple(zip(places, value.values(), strict=True))
+    raise UsageError(
+        "batch_dim must be a dimension, or map positions and names of arguments to dimensions",
+        given=repr(value),
+        fix='write for instance batch_dim=1, or batch_dim={"tokens": 1, "mask": None}',
+    )
+
+
+def _is_dim(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_count(name: str, value: object) -> None:

@@ -27,7 +27,8 @@ from zbcompile.formats import profile_json
 from zbcompile.formats.detect import load_schedule
 from zbcompile.formats.files import read_text
 from zbcompile.formats.measured_json import Measured
-from zbcompile.options import CompileOptions, MemoryLimit, PlacementName, argument_places
+from zbcompile.options import CompileOptions, MemoryLimit, PlacementName, argument_places, batch_dims
+from zbcompile.passes.capture.nested_values import Microbatches
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.runtime.stage_modules import Stage
 from zbcompile.schedule.costs import Profile
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from zbcompile.passes.partition.partition import Policy
     from zbcompile.passes.split.split_backward import Recompute
 
-__all__ = ["Pipeline", "Stage", "compile"]
+__all__ = ["Microbatches", "Pipeline", "Stage", "compile"]
 
 
 def compile(
@@ -73,6 +74,9 @@ def compile(
     scale_grads: bool = True,
     whole: Sequence[str | int] = (),
     constant: Sequence[str | int] = (),
+    batch_dim: int | Mapping[str | int, int | None] = 0,
+    result_dim: int | None = None,
+    other_shapes: str = "plan",
     stall_limit: float = 300.0,
     observer: Observer | None = None,
 ) -> Pipeline:
@@ -87,10 +91,12 @@ def compile(
     example_args, example_kwargs, example_target
         The whole batch as `Pipeline.step` gets it. Without them the model is captured at the first step.
     loss_fn
-        ``loss_fn(output, target) -> scalar``; not needed where the model returns its own loss. The parameters
-        of a loss that is a module are trained too, in the last stages, as ``loss_fn.<name>``.
+        ``loss_fn(output, target) -> scalar``, or ``(scalar, {name: tensor})`` with metrics for
+        ``step(metrics=...)``; not needed where the model returns its own loss. The parameters of a loss that
+        is a module are trained too, in the last stages, as ``loss_fn.<name>``.
     num_microbatches
-        Default: the largest divisor of the batch up to twice the number of ranks.
+        Of a batch of the example's size. Default: the largest divisor of the batch up to twice the number of
+        ranks.
     memory_limit
         Bytes per rank, one for all or one each: parameters, gradients, optimizer state (two tensors per
         parameter) and activations. Not counted: the result of `Pipeline.step` with ``return_outputs``, and
@@ -126,6 +132,17 @@ def compile(
         Arguments of the model whose values are the same in every microbatch of every step (sizes of images,
         lengths): positions of args, names of the forward's arguments. Python code of the model may read
         them; a step with other values is refused.
+    batch_dim
+        The dimension along which arguments are cut into microbatches: one for all, or a mapping from
+        positions of args and names of the forward's arguments (and ``"target"``), None for a tensor that has
+        none. Others are cut along dimension 0 where that has the size of the batch.
+    result_dim
+        The dimension along which results are joined. Default: ``batch_dim`` if that is a number, else 0.
+    other_shapes
+        What happens to a batch of another size or shape than the example's. ``plan``: its microbatches have
+        the rows of the example's, the last one what is left over and counts by its rows; a new shape or
+        number of microbatches is compiled when it comes, with the costs at hand, and the last 8 stay
+        compiled. ``refuse``: `ShapeError`.
     stall_limit
         Seconds after which a rank that waits is reported and the step ended on all ranks.
     observer
@@ -170,6 +187,9 @@ def compile(
         scale_grads=scale_grads,
         whole=argument_places("whole", whole),
         constant=argument_places("constant", constant),
+        batch_dim=batch_dims(batch_dim),
+        result_dim=result_dim,
+        other_shapes=other_shapes,
         stall_limit_s=stall_limit,
     )
     pipeline = Pipeline(options, observer or observer_from_environment())
@@ -268,6 +288,8 @@ class Pipeline(Sequence[Stage]):
         *args: Any,
         target: Any = None,
         losses: list[Tensor] | None = None,
+        metrics: dict[str, Tensor] | None = None,
+        share_losses: bool = False,
         return_outputs: bool = False,
         **kwargs: Any,
     ) -> Any:
@@ -279,9 +301,17 @@ class Pipeline(Sequence[Stage]):
         Parameters
         ----------
         args, kwargs, target
-            The whole batch: what the model gets, and what the loss gets beside its output.
+            The whole batch: what the model gets, and what the loss gets beside its output. `Microbatches`
+            in place of a tensor where the user has cut it. With one process per rank, a rank may leave out
+            (None, or no arguments at all) what no stage of it takes: rank 0 tells the shapes, and a tensor
+            that differs from rank 0's is refused, by a hash of all of it up to 1 MiB, of a sample above.
         losses
             The loss of every microbatch is appended, on the process that computes it.
+        metrics
+            Gets what the loss function returns beside the loss, by name: tensors joined along the batch,
+            scalars stacked; on the process that computes them.
+        share_losses
+            Whether losses and metrics go to all ranks; all must ask alike.
         return_outputs
             Whether the result is wanted. If so, the parts of all microbatches are held to the end of the
             step and then joined: at most twice the bytes of the whole batch's result, which neither plan nor
@@ -296,7 +326,7 @@ class Pipeline(Sequence[Stage]):
         Raises
         ------
         ShapeError, UsageError
-            The call differs from the one compiled for; raised before the first message.
+            The call differs from the one compiled for, or from other ranks'; raised before the first message.
         PipelineError
             Another rank refused its batch, and the next step can run; or a rank failed, and no further step
             can (see `failed`). The same error on every rank that is in the step; a rank that had finished it
@@ -318,9 +348,17 @@ class Pipeline(Sequence[Stage]):
                 "the loss depends on no parameter that requires a gradient",
                 fix="let a parameter require a gradient, or call eval()",
             )
-        return _handed_out(compiled.run_step(batch, self.loss_scale, return_outputs), losses)
+        result = compiled.run_step(batch, self.loss_scale, return_outputs, share_losses)
+        return _handed_out(result, losses, metrics)
 
-    def eval(self, *args: Any, target: Any = None, losses: list[Tensor] | None = None, **kwargs: Any) -> Any:
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Tensor] | None = None,
+        metrics: dict[str, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Run forward only, in evaluation mode (no dropout, running statistics), without gradients.
 
         The batch may have another size than in training; it is cut into as many microbatches if that
@@ -328,7 +366,7 @@ class Pipeline(Sequence[Stage]):
         of `step`.
         """
         batch = Batch(args, kwargs, target)
-        return _handed_out(self._build(batch).run_eval(batch), losses)
+        return _handed_out(self._build(batch).run_eval(batch), losses, metrics)
 
     def timeline(self) -> Measured:
         """Return when every action of the last step really began and ended, on one clock for all ranks.
@@ -565,7 +603,9 @@ class Pipeline(Sequence[Stage]):
         )
 
 
-def _handed_out(result: StepResult, losses: list[Tensor] | None) -> Any:
+def _handed_out(result: StepResult, losses: list[Tensor] | None, metrics: dict[str, Tensor] | None) -> Any:
     if losses is not None:
         losses.extend(result.losses)
+    if metrics is not None:
+        metrics.update(result.metrics)
     return result.output

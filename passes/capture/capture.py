@@ -42,7 +42,7 @@ from zbcompile.passes.capture.state_guards import (
     trace_until_settled,
 )
 from zbcompile.passes.capture.trace_guards import TraceGuard
-from zbcompile.passes.capture.with_loss import loss_module, loss_name, with_loss
+from zbcompile.passes.capture.with_loss import loss_module, loss_name, result_with_loss, with_loss
 from zbcompile.passes.provenance import MODEL_PREFIX
 from zbcompile.runtime.signals import deferred_signals
 
@@ -77,8 +77,8 @@ def capture(
     target
         What the loss gets beside the output.
     loss_fn
-        Called with (output, target); may be a module with parameters. Without it the model's own loss is
-        looked for.
+        Called with (output, target); may be a module with parameters, and may return (loss, metrics) with a
+        dict of tensors. Without it the model's own loss is looked for.
     device
         A model on the meta device is captured as if it were on this device; see `meta_capture`. Without
         meta tensors it is not looked at.
@@ -140,7 +140,19 @@ def capture(
     module = GraphModule(dict(program.graph_module.named_modules()), graph)
     results = tuple(node.name for node in cast("Sequence[Node]", graph.output_node().args[0]))
     read = {name: record.numbers[name] for name in sorted(record.guard.read_buffers)}
-    return Captured(module, roles, state, constants, spec, results, record.spec, record.loss, functions, read)
+    return Captured(
+        module,
+        roles,
+        state,
+        constants,
+        spec,
+        results,
+        record.spec,
+        record.loss,
+        functions,
+        read,
+        record.metrics,
+    )
 
 
 class _Record:
@@ -154,8 +166,8 @@ class _Record:
         Name of a small buffer of whole numbers -> its value.
     changes, guard
         What the guards saw.
-    spec, loss
-        How the results are nested, and which of them is the loss.
+    spec, loss, metrics
+        How the results are nested, and which of them are the loss and what the loss function returns beside.
     """
 
     def __init__(self, whole: nn.Module) -> None:
@@ -165,6 +177,7 @@ class _Record:
         self.guard = TraceGuard({})
         self.spec: Spec | None = None
         self.loss: int | None = None
+        self.metrics: tuple[int, ...] = ()
 
 
 class _Traced(nn.Module):
@@ -220,9 +233,12 @@ class _Traced(nn.Module):
             loss = None if loss_fn is None else loss_fn(value, target)
         _write_assigned_buffers(before, tables)
         if loss is not None:
-            value = {"loss": loss, "output": value}
+            value = result_with_loss(loss, value)
         results, record.spec = flatten(value, results=True)
-        found = loss if loss is not None else _own_loss(value)
+        found = _own_loss(value)
+        if loss is not None:
+            places = enumerate(record.spec.paths())
+            record.metrics = tuple(k for k, path in places if path.startswith(".metrics."))
         record.loss = next((i for i, item in enumerate(results) if item is found), None)
         return tuple(results)
 

@@ -85,6 +85,8 @@ class Captured:
         How the results are nested.
     loss
         Position of the loss among the results; None without one.
+    metrics
+        Positions of what the loss function returns beside the loss.
     functions
         The custom Functions that the calls of ``zbcompile::function`` stand for, by key.
     read_buffers
@@ -101,3 +103,4 @@ class Captured:
     loss: int | None
     functions: Mapping[int, FunctionCall]
     read_buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    metrics: tuple[int, ...] = ()

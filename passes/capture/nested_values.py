@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MemberDescriptorType
 from typing import Any, Literal, NoReturn, cast
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zbcompile.errors import UsageError
 
-__all__ = ["NotCarried", "Spec", "flatten", "unflatten"]
+__all__ = ["Microbatches", "NotCarried", "Spec", "flatten", "unflatten"]
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
 _Build = Callable[[tuple[object, ...], list[object]], object]
@@ -43,6 +43,47 @@ class NotCarried:
             f"the result's {self.__dict__['kind']} is not carried through the pipeline",
             fix="call the model itself where it is needed, or return its tensors in a tuple or dict",
         )
+
+
+class Microbatches:
+    """An argument of a step that is cut already: one tensor for each microbatch, in order.
+
+    ``pipeline.step(Microbatches([x0, x1, x2]), target=Microbatches([y0, y1, y2]))``
+
+    Parameters
+    ----------
+    pieces
+        The tensors. They may differ in size; a microbatch then counts by its number of rows.
+
+    Raises
+    ------
+    UsageError
+        There is none, one is no tensor, or they differ in dtype or in their number of dimensions.
+    """
+
+    def __init__(self, pieces: Iterable[Tensor]) -> None:
+        self.pieces = tuple(pieces)
+        kinds = {(piece.dtype, piece.dim()) if isinstance(piece, Tensor) else None for piece in self.pieces}
+        if len(kinds) != 1 or None in kinds:
+            raise UsageError(
+                "Microbatches takes one tensor for each microbatch, alike in dtype and number of dimensions",
+                given=[
+                    f"{list(p.shape)} {p.dtype}" if isinstance(p, Tensor) else type(p).__name__
+                    for p in self.pieces
+                ],
+            )
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of every piece."""
+        return self.pieces[0].dtype
+
+    def dim(self) -> int:
+        """Return the number of dimensions of every piece."""
+        return self.pieces[0].dim()
 
 
 @dataclass(frozen=True)
@@ -100,7 +141,7 @@ def flatten(value: object, *, results: bool = False) -> tuple[list[Tensor], Spec
     Returns
     -------
     list of Tensor, Spec
-        The tensors in a fixed order, and how to put them back.
+        The tensors in a fixed order, and how to put them back. `Microbatches` count as one tensor.
 
     Raises
     ------
@@ -117,8 +158,8 @@ def unflatten(spec: Spec, tensors: Sequence[object]) -> Any:
 
 
 def _walk(value: object, tensors: list[Tensor], results: bool) -> Spec:
-    if isinstance(value, Tensor):
-        tensors.append(value)
+    if isinstance(value, Tensor | Microbatches):
+        tensors.append(cast(Tensor, value))
         return Spec("tensor")
     if isinstance(value, _PLAIN):
         return Spec("constant", value)
@@ -160,7 +201,7 @@ def _attributes(value: object) -> dict[str, object]:
 
 
 def _holds_tensor(value: object, depth: int = 4) -> bool:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | Microbatches):
         return True
     if depth == 0 or isinstance(value, torch.nn.Module):
         return False

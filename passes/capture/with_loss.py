@@ -6,11 +6,14 @@ the loss's under ``loss_fn.``. The loss's parameters are trained and its buffers
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["loss_module", "loss_name", "with_loss"]
+from zbcompile.errors import UsageError
+
+__all__ = ["loss_module", "loss_name", "result_with_loss", "with_loss"]
 
 LOSS = "loss_fn"
 
@@ -33,6 +36,35 @@ def with_loss(model: nn.Module, loss_fn: object) -> nn.Module:
 def loss_name(whole: nn.Module) -> str:
     """Return the name that the loss has among the children of `with_loss`'s module."""
     return whole.loss_name if isinstance(whole, WithLoss) else LOSS
+
+
+def result_with_loss(loss: object, output: object) -> dict[str, object]:
+    """Return what stages with a loss function return: loss, output, and metrics if the function gives any.
+
+    Parameters
+    ----------
+    loss
+        What the function returned: the loss, or (loss, metrics) with a dict of tensors.
+    output
+        What the model returned.
+
+    Raises
+    ------
+    UsageError
+        A metric is no tensor.
+    """
+    if not (isinstance(loss, tuple) and len(loss) == 2 and isinstance(loss[1], Mapping)):
+        return {"loss": loss, "output": output}
+    metrics = {str(name): value for name, value in loss[1].items()}
+    for name, value in metrics.items():
+        if not isinstance(value, Tensor):
+            raise UsageError(
+                "a metric is no tensor",
+                where=f"loss_fn, metric {name!r}",
+                given=type(value).__name__,
+                fix="return tensors; what does not depend on the batch need not go through the pipeline",
+            )
+    return {"loss": loss[0], "metrics": metrics, "output": output}
 
 
 class WithLoss(nn.Module):

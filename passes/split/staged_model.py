@@ -90,6 +90,11 @@ class StagedModel:
     reports: tuple[CutReport, ...]
     backend: str = "eager"
 
+    @property
+    def metrics(self) -> tuple[int, ...]:
+        """Positions, among the result's tensors, of what the loss function returns beside the loss."""
+        return self.captured.metrics
+
     def flat_inputs(
         self, args: Sequence[object], kwargs: Mapping[str, object] | None = None, target: object = None
     ) -> list[Tensor]:

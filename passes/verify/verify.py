@@ -21,7 +21,7 @@ from zbcompile.errors import SplitError, UsageError
 from zbcompile.passes import torch_patches, torch_private
 from zbcompile.passes.capture.nested_values import flatten, unflatten
 from zbcompile.passes.capture.state_guards import attributes_kept
-from zbcompile.passes.capture.with_loss import with_loss
+from zbcompile.passes.capture.with_loss import result_with_loss, with_loss
 from zbcompile.passes.split.sequence import run_backward, run_forward
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.passes.verify.deviations import Deviation, Values, VerifyReport, deviations
@@ -97,7 +97,7 @@ def _run_model(
         try:
             value = model(*args, **kwargs)
             if loss_fn is not None:
-                value = {"loss": loss_fn(value, target), "output": value}
+                value = result_with_loss(loss_fn(value, target), value)
         except (RuntimeError, TypeError, ValueError) as error:
             raise UsageError(
                 f"the model itself fails on the example: {type(error).__name__}: {error}"

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 import zbcompile
 from zbcompile.compiler.batch_dimension import check_batch_dimension
-from zbcompile.compiler.call import Batch, CallForm
+from zbcompile.compiler.call import Batch
+from zbcompile.compiler.signature import Signature
 from zbcompile.errors import UsageError
+from zbcompile.options import CompileOptions
 
 B = 4
 
@@ -45,7 +47,9 @@ def check(model: nn.Module, *args: Any, whole: tuple[int | str, ...] = (), count
     state, batch = torch.get_rng_state(), Batch(args)
     modes = [m.training for m in model.modules()]
     try:
-        check_batch_dimension(model, CallForm(batch, model, count, whole), batch)
+        options = CompileOptions(model=model, num_stages=1, whole=whole)
+        signature = Signature(batch, options)
+        check_batch_dimension(model, signature, signature.values(batch), count, 0)
     finally:
         assert torch.equal(torch.get_rng_state(), state)
         assert [m.training for m in model.modules()] == modes
@@ -83,7 +87,7 @@ def test_a_name_that_names_no_tensor_of_the_call_is_refused(option: str) -> None
 
 @pytest.mark.parametrize("build", [lambda: encoder(False), lambda: nn.LSTM(8, 8)], ids=["encoder", "lstm"])
 def test_a_batch_in_dimension_1_is_refused(build: Any) -> None:
-    with pytest.raises(UsageError, match=r"(?s)batch is dimension 1 .*\(args\[0\]\).*batch_first=True"):
+    with pytest.raises(UsageError, match=r"(?s)batch is dimension 1 .*\(args\[0\]\).*batch_dim=1"):
         check(build(), torch.randn(B, 6, 8))
 
 

@@ -383,12 +383,12 @@ def test_arguments_of_the_wrong_type_are_refused_by_name(change: dict[str, Any],
 
 def test_another_shape_dtype_or_form_of_call_is_refused_before_anything_runs() -> None:
     model, (x, y) = mlp(), data()
-    pipeline = compiled(model)
+    pipeline = compiled(model, other_shapes="refuse")
     pipeline.step(x, target=y)
     grads = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
     refusal(lambda: pipeline.step(x[:, :4], target=y), ShapeError, "args[0]", "[8, 8]", "[8, 4]")
     refusal(lambda: pipeline.step(x.double(), target=y), ShapeError, "torch.float64")
-    refusal(lambda: pipeline.step(x[:7], target=y[:7]), UsageError, "batch of 7")
+    refusal(lambda: pipeline.step(x[:7], target=y[:7]), ShapeError, "[8, 8]", "[7, 8]")
     refusal(lambda: pipeline.step(x, x, target=y), UsageError, "differs")
     refusal(lambda: pipeline.step(x), UsageError, "target")
     assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))  # type: ignore[arg-type]

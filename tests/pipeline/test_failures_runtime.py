@@ -207,7 +207,7 @@ def test_a_batch_that_cannot_be_cut_is_a_value_error(size: int, microbatches: in
     full = compiled(
         model, Batch((torch.randn(2 * microbatches, SIZE),)), 2, microbatches, loss_fn=mean_square
     )
-    with pytest.raises(ValueError, match=str(size)):
+    with pytest.raises(ValueError, match="another number of microbatches than the order"):
         full.step(x)
     assert all(p.grad is None for p in model.parameters())
 
@@ -215,17 +215,11 @@ def test_a_batch_that_cannot_be_cut_is_a_value_error(size: int, microbatches: in
 @pytest.mark.parametrize(
     "change",
     [
-        lambda x: torch.randn(6, 24, SIZE),
-        lambda x: torch.randn(6, 8, SIZE),
-        lambda x: torch.randn(12, 16, SIZE),
         lambda x: x.double(),
         lambda x: x[..., :3],
         lambda x: x[0],
     ],
-    ids=[
-        f"torchtitan#431-{n}"
-        for n in ("longer", "shorter", "larger-batch", "dtype", "features", "dimensions")
-    ],
+    ids=[f"torchtitan#431-{n}" for n in ("dtype", "features", "dimensions")],
 )
 def test_another_shape_is_refused_and_the_pipeline_lives_on(change: Callable[[Tensor], Tensor]) -> None:
     model, x = Calls(two_layers), batch_of(16, SIZE)

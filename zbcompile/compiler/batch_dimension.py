@@ -9,13 +9,13 @@ be told from [S, B, D].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from zbcompile.compiler.call import Batch, CallForm
+from zbcompile.compiler.signature import Signature, Value
 from zbcompile.errors import UsageError
 from zbcompile.passes.capture.nested_values import flatten, unflatten
 from zbcompile.passes.capture.state_guards import attributes_kept, random_kept
@@ -26,17 +26,23 @@ _SAME = 1e-4
 """Largest relative difference of float32 results that are the same; ten times it is another result."""
 
 
-def check_batch_dimension(model: nn.Module, call: CallForm, batch: Batch) -> None:
+def check_batch_dimension(
+    model: nn.Module, signature: Signature, batch: Sequence[Value], count: int, result_dim: int
+) -> None:
     """Refuse arguments of the model that are cut along another dimension than the batch's.
 
     Parameters
     ----------
     model
         The untouched model; it is left as it was.
-    call
-        How the batch is cut.
+    signature
+        Along which dimensions the batch is cut.
     batch
-        The whole batch.
+        The whole batch. What the user has cut is not checked.
+    count
+        Number of microbatches.
+    result_dim
+        The dimension along which results are joined.
 
     Raises
     ------
@@ -49,17 +55,19 @@ def check_batch_dimension(model: nn.Module, call: CallForm, batch: Batch) -> Non
     no floating-point tensor of three dimensions. A doubt about a square costs up to three forwards of the
     whole batch, one about the first argument up to eight of a microbatch.
     """
-    count = call.num_microbatches
-    tensors = batch.flat()[0]
-    given = len(Batch(batch.args, batch.kwargs).flat()[0])
-    sliced = [k for k, cut in enumerate(call.plan.sliced) if cut]
-    cut = [k for k in sliced if k < given]
-    if count == 1 or not cut:
+    given = sum(child.num_tensors for child in signature.spec.children[:2])
+    dims = {k: dim for k, dim in enumerate(signature.dims[:given]) if dim is not None}
+    tensors = [value for value in batch if isinstance(value, Tensor)]
+    if count == 1 or not dims or len(tensors) < len(batch) or max(dims.values()) > 1:
         return
-    size = call.plan.batch_size
-    squares = [k for k in cut[1:] if tensors[k].dim() > 1 and tensors[k].shape[1] == size]
-    first = tensors[cut[0]]
-    has_three = first.dim() > 2 and first.is_floating_point() and first.shape[1] > 1
+    first = next(iter(dims))
+    squares = [
+        k
+        for k, dim in dims.items()
+        if k != first and tensors[k].dim() > 1 and tensors[k].shape[1 - dim] == signature.size
+    ]
+    head = tensors[first]
+    has_three = head.dim() > 2 and head.is_floating_point() and head.shape[1 - dims[first]] > 1
     if not squares and not has_three:
         return
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -67,17 +75,16 @@ def check_batch_dimension(model: nn.Module, call: CallForm, batch: Batch) -> Non
         model.eval()
 
         def run(values: Sequence[Tensor]) -> list[Tensor]:
-            args, kwargs, _ = unflatten(call.spec, [value.detach().clone() for value in values])
+            args, kwargs, _ = unflatten(signature.spec, [value.detach().clone() for value in values])
             return flatten(model(*args, **kwargs), results=True)[0]
 
         try:
             for k in squares:
-                _check_square(_Cut(run, tensors, count, 0), cut, k, call.plan.names[k])
+                _check_square(_Cut(run, tensors, dims, count, result_dim), k, signature.names[k])
             if has_three:
-                pieces = [
-                    t.narrow(0, 0, 2 * (size // count)) if i in sliced else t for i, t in enumerate(tensors)
-                ]
-                _check_first(_Cut(run, pieces, 2, 0), cut, call.plan.names[cut[0]])
+                rows = 2 * (signature.size // count)
+                pair = [t.narrow(dims[k], 0, rows) if k in dims else t for k, t in enumerate(tensors)]
+                _check_first(_Cut(run, pair, dims, 2, result_dim), signature.names[first])
         finally:
             for buffer, value in buffers:
                 buffer.copy_(value)
@@ -85,25 +92,40 @@ def check_batch_dimension(model: nn.Module, call: CallForm, batch: Batch) -> Non
 
 @dataclass(frozen=True)
 class _Cut:
-    """Results of a model on a batch as a whole, and on its pieces along a dimension."""
+    """Results of a model on a batch as a whole, and on its pieces.
+
+    Attributes
+    ----------
+    run
+        Calls the model.
+    tensors
+        The batch.
+    dims
+        Tensor -> the dimension along which it is cut.
+    count
+        Number of pieces.
+    result_dim
+        The dimension along which their results are joined.
+    """
 
     run: Callable[[Sequence[Tensor]], list[Tensor]]
     tensors: Sequence[Tensor]
+    dims: Mapping[int, int]
     count: int
-    dim: int
+    result_dim: int
 
-    def difference(self, cut: Sequence[int]) -> float | None:
-        """Return the relative difference if the tensors ``cut`` are cut; None where the model cannot run."""
+    def difference(self) -> float | None:
+        """Return the relative difference if the tensors are cut; None where the model cannot run."""
         try:
             whole = self.run(self.tensors)
-            pieces = {k: self.tensors[k].chunk(self.count, self.dim) for k in cut}
+            pieces = {k: self.tensors[k].chunk(self.count, dim) for k, dim in self.dims.items()}
             parts = [
                 self.run([pieces[k][i] if k in pieces else t for k, t in enumerate(self.tensors)])
                 for i in range(self.count)
             ]
         except Exception:  # the model's own, on a batch that it was not made for
             return None
-        return _difference(whole, parts, self.dim)
+        return _difference(whole, parts, self.result_dim)
 
 
 def _difference(whole: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], dim: int) -> float | None:
@@ -128,11 +150,11 @@ def _joinable(piece: Tensor, whole: Tensor, dim: int) -> bool:
     return all(a == b for i, (a, b) in enumerate(zip(piece.shape, whole.shape, strict=True)) if i != dim)
 
 
-def _check_square(batch: _Cut, cut: Sequence[int], square: int, name: str) -> None:
-    as_cut = batch.difference(cut)
+def _check_square(batch: _Cut, square: int, name: str) -> None:
+    as_cut = batch.difference()
     if as_cut is None or not as_cut > 10 * _SAME:
         return
-    kept = batch.difference([k for k in cut if k != square])
+    kept = replace(batch, dims={k: dim for k, dim in batch.dims.items() if k != square}).difference()
     if kept is not None and kept <= _SAME:
         raise UsageError(
             "an argument would be cut into microbatches, but it has no batch dimension",
@@ -143,20 +165,25 @@ def _check_square(batch: _Cut, cut: Sequence[int], square: int, name: str) -> No
         )
 
 
-def _check_first(batch: _Cut, cut: Sequence[int], name: str) -> None:
-    as_cut = batch.difference(cut)
+def _check_first(batch: _Cut, name: str) -> None:
+    as_cut = batch.difference()
     if as_cut is None or not as_cut > 10 * _SAME:
         return
-    size = batch.tensors[cut[0]].shape[1]
-    along = [k for k in cut if batch.tensors[k].dim() > 1 and batch.tensors[k].shape[1] == size]
+    first, cut = next(iter(batch.dims.items()))
+    other = 1 - cut
+    size = batch.tensors[first].shape[other]
+    along = {
+        k: other for k in batch.dims if batch.tensors[k].dim() > 1 and batch.tensors[k].shape[other] == size
+    }
     pieces = next(p for p in range(2, size + 1) if size % p == 0)
-    across = _Cut(batch.run, batch.tensors, pieces, 1).difference(along)
+    across = replace(batch, dims=along, count=pieces, result_dim=other).difference()
     if across is not None and across <= _SAME:
         raise UsageError(
-            "the batch is dimension 1 of an argument, and microbatches are cut along dimension 0",
+            f"the batch is dimension {other} of an argument, and microbatches are cut along dimension {cut}",
             where=name,
-            needed="the untouched model's results on two microbatches together, as if cut along dimension 1",
-            given=f"results that differ by {as_cut:.1e} relative if dimension 0 is cut",
-            fix="pass the batch in dimension 0 (batch_first=True), or transpose inside the model's forward; "
-            "if it mixes samples on purpose, compile with verify=False",
+            needed="the untouched model's results on two microbatches together, "
+            f"as if cut along dimension {other}",
+            given=f"results that differ by {as_cut:.1e} relative if dimension {cut} is cut",
+            fix=f"give compile(..., batch_dim={other}); if the model mixes samples on purpose, "
+            "compile with verify=False",
         )

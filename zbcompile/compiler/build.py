@@ -9,22 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from zbcompile.compiler.batch_dimension import check_batch_dimension
-from zbcompile.compiler.call import Batch, CallForm, check_named
+from zbcompile.compiler.call import Batch
 from zbcompile.compiler.compiled import CompiledPipeline
-from zbcompile.compiler.lower import lower
+from zbcompile.compiler.forms import first_form
 from zbcompile.compiler.observe import Observer, quiet
-from zbcompile.compiler.planning import (
-    gradient_bytes,
-    keep_order_of_changes,
-    plan_for_all,
-    warn_of_held_gradients,
-)
-from zbcompile.compiler.stages import build_stages
+from zbcompile.compiler.signature import CallForm, Signature, largest_divisor
+from zbcompile.errors import UsageError
 from zbcompile.options import CompileOptions
-from zbcompile.passes.verify.verify import cheap_to_verify
 from zbcompile.runtime.group import PipelineGroup
-from zbcompile.schedule.devices import Device
 
 __all__ = ["build"]
 
@@ -49,50 +41,14 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
         if group is not None:
             group.agree(options.agreed_parts())
         num_ranks = _num_ranks(options, group)
-        for option, keys in (("whole", options.whole), ("constant", options.constant)):
-            check_named(option, keys, options.model, batch)
-        count = _num_microbatches(options, batch, num_ranks)
-        call = CallForm(batch, options.model, count, options.whole, options.constant)
+        signature = Signature(batch, options)
+        values = signature.values(batch)
+        rows = _rows(options, signature, num_ranks)
+        call = CallForm(signature, signature.runs(values, signature.lengths(values, rows))[0])
 
-        # 2. capture -> fold_constant_masks -> partition -> split_backward -> verify
-        one = call.example
-        staged = build_stages(
-            options.model,
-            options.num_stages,
-            one.args,
-            one.kwargs,
-            target=one.target,
-            loss_fn=options.loss_fn,
-            split_points=options.split_points,
-            recompute=options.recompute,
-            backend=options.backend,
-            verify=options.verify,
-            planned_for=options.profile if isinstance(options.profile, Device) else None,
-            constant=call.constants,
-            observer=observer,
-        )
-
-        if options.verify is not False and cheap_to_verify(options.model):
-            check_batch_dimension(options.model, call, batch)
-
-        # 3. measure or count -> plan, once for all ranks
-        solution = plan_for_all(options, group, num_ranks, call, staged, observer)
-        keep_order_of_changes(solution.schedule, staged)
-
-        # 4. merge_backward -> insert_comm -> check -> codegen
-        plan = lower(
-            solution,
-            merge=options.schedule is None,
-            one_communicator=options.one_communicator,
-            observer=observer,
-        )
-        warn_of_held_gradients(plan.solution, staged)
-        programs = plan.programs(observer, gradient_bytes(staged))
-        if group is not None:
-            group.agree({"programs": "\n".join(programs)})
-
-        # 5. load
-        return CompiledPipeline(options, group, call, staged, plan, programs)
+        # 2. The first form: graphs, order, programs, loaded.
+        form = first_form(options, group, num_ranks, call, values, observer)
+        return CompiledPipeline(options, group, form)
 
 
 @contextlib.contextmanager
@@ -123,8 +79,28 @@ def _num_ranks(options: CompileOptions, group: PipelineGroup | None) -> int:
     return group.size
 
 
-def _num_microbatches(options: CompileOptions, batch: Batch, num_ranks: int) -> int:
-    """Return the schedule's number, the one asked for, or the largest divisor up to twice the ranks."""
-    if options.schedule is not None:
-        return options.schedule.num_microbatches
-    return options.num_microbatches or batch.most_microbatches(2 * num_ranks)
+def _rows(options: CompileOptions, signature: Signature, num_ranks: int) -> int:
+    """Return the rows of a microbatch, where the user has not cut the batch.
+
+    Their number is the schedule's, the one asked for, or the largest divisor up to twice the ranks.
+
+    Raises
+    ------
+    UsageError
+        The batch is empty, or cannot be cut into equal microbatches.
+    """
+    size = signature.size
+    if size == 0:
+        raise UsageError("the batch is empty", fix="leave the call out")
+    count = options.num_microbatches if options.schedule is None else options.schedule.num_microbatches
+    if count is None:
+        return size // largest_divisor(size, 2 * num_ranks)
+    if size % count:
+        raise UsageError(
+            f"a batch of {size} cannot be cut into {count} equal microbatches",
+            where=signature.names[0],
+            needed=f"a multiple of {count}",
+            given=size,
+            fix="change the batch size or num_microbatches",
+        )
+    return size // count

@@ -7,26 +7,30 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from zbcompile.compiler.call import Batch, CallForm, constant_values
+from zbcompile.compiler.call import Batch, constant_values
 from zbcompile.compiler.evaluation import Evaluation
-from zbcompile.compiler.load import Results, join_results, losses_of, make_reader, make_runner, planned_starts
+from zbcompile.compiler.forms import MAX_FORMS, TrainingForm, form_name, further_form
+from zbcompile.compiler.load import join_metrics, join_results, losses_of, make_reader
 from zbcompile.compiler.lower import LoweredPlan
 from zbcompile.compiler.model_guard import ModeGuard, ModelGuard, refuse_inputs_with_gradients
+from zbcompile.compiler.sharing import examples, regrouped, share_values, tell, whole_shapes
+from zbcompile.compiler.signature import CallForm, Counted, Run
 from zbcompile.errors import UsageError
 from zbcompile.formats.measured_json import Measured
 from zbcompile.options import CompileOptions
 from zbcompile.passes import torch_private
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.split.staged_model import StagedModel
-from zbcompile.runtime.gradients import divided, hand_over, parameters_of
+from zbcompile.runtime.distributed_runner import DistributedRunner
+from zbcompile.runtime.gradients import GradientSums, divided, hand_over, parameters_of
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.kept_buffers import KeptBuffers
-from zbcompile.runtime.randomness import draws_random_numbers
+from zbcompile.runtime.local_runner import LocalRunner
 from zbcompile.runtime.spec import PipelineSpec, Step
 from zbcompile.runtime.stage_modules import Stage
 
@@ -46,14 +50,24 @@ class StepResult:
         One per microbatch, where the loss is computed; else empty.
     output
         The model's result for the whole batch, or None where this process holds no part of it.
+    metrics
+        What the loss returns beside it, joined over the microbatches; empty where it is not computed.
     """
 
     losses: tuple[Tensor, ...]
     output: Any
+    metrics: Mapping[str, Tensor]
 
 
 class CompiledPipeline:
     """A captured, planned and loaded pipeline.
+
+    Parameters
+    ----------
+    options, group
+        What was asked for; the ranks, or None where all run in this process.
+    form
+        The form of the batch that it was compiled for.
 
     Attributes
     ----------
@@ -63,71 +77,217 @@ class CompiledPipeline:
         Number of the next step.
     """
 
-    def __init__(
-        self,
-        options: CompileOptions,
-        group: PipelineGroup | None,
-        call: CallForm,
-        staged: StagedModel,
-        plan: LoweredPlan,
-        programs: tuple[str, ...],
-    ) -> None:
-        self.options, self.call, self.staged = options, call, staged
-        self.plan, self.programs = plan, programs
+    def __init__(self, options: CompileOptions, group: PipelineGroup | None, form: TrainingForm) -> None:
+        self.options, self.first = options, form
         self.trained = with_loss(options.model, options.loss_fn)
-        self.spec = PipelineSpec(
-            staged.stages,
-            plan.schedule.placement,
-            call.num_microbatches,
-            options.seed,
-            frozenset(s.index for s in staged.stages if draws_random_numbers(s.graphs.forward)),
-            plan.comm.one_communicator,
-        )
-        self.reader = make_reader(self.trained, staged.stages)
-        self.stages = [Stage(s.index, s, staged.captured.state, self.trained) for s in staged.stages]
+        self.reader = make_reader(self.trained, self.staged.stages)
+        state = self.staged.captured.state
+        self.stages = [Stage(s.index, s, state, self.trained) for s in self.staged.stages]
         self.guard, self.mode = ModelGuard(options.model, options.loss_fn), ModeGuard()
         self.step_number = 0
         self._evaluations: dict[str, Evaluation] = {}
-        self.run_on(group)
+        self._attach(group)
 
     def run_on(self, group: PipelineGroup | None) -> None:
         """Run on the ranks of a group from now on, which come here together, or all ranks in this process."""
+        self.first.run_on(group)
+        self._attach(group)
+
+    def _attach(self, group: PipelineGroup | None) -> None:
         self.group = group
-        starts = planned_starts(self.plan.comm, self.plan.problem)
-        self.runner = make_runner(group, self.spec, self.programs, starts)
-        self._kept = KeptBuffers(self._changed_buffers())
+        self._forms, self._last = {self.first.name: self.first}, self.first
+        self._kept = KeptBuffers(self.first.changed_buffers(self.runner.rank))
         if group is not None:
             group.calls.own_state = self._own_state
             group.calls.on_settled = self._follow_others
-        self.runner.connect()
 
-    def run_step(self, batch: Batch, loss_scale: float, keep_results: bool) -> StepResult:
+    @property
+    def staged(self) -> StagedModel:
+        """The stages of the first form."""
+        return self.first.staged
+
+    @property
+    def plan(self) -> LoweredPlan:
+        """The order of the first form."""
+        return self.first.plan
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """The programs of the first form."""
+        return self.first.programs
+
+    @property
+    def spec(self) -> PipelineSpec:
+        """What runs in the first form."""
+        return self.first.spec
+
+    @property
+    def runner(self) -> LocalRunner | DistributedRunner:
+        """What runs it."""
+        return self.first.runner
+
+    def run_step(
+        self, batch: Batch, loss_scale: float, keep_results: bool, share_losses: bool = False
+    ) -> StepResult:
         """Run one step. Gradients, buffers and the step's number change together at its end, or not."""
         with self.runner.call(f"step {self.step_number}") as call:
             with call.checks():
                 self.mode.check()
                 self.guard.check()
-                microbatches = self.call.microbatches(batch)
-                refuse_inputs_with_gradients(self.call.plan.names, batch.flat()[0])
+                parts = self._parts(batch, share_losses)
                 state = self.follow_model()
                 self.reader.check(state)
                 self._check_weights(state)
                 self._check_read_buffers(self.staged.captured.read_buffers)
-            step = Step(microbatches, self.step_number, loss_scale, keep_results)
+            steps = self._steps(parts, loss_scale, keep_results)
             with self._kept.keep(state):
                 with torch_private.no_autocast():
-                    sums = self.runner.run(step, state)
-                divisor = self.spec.num_microbatches if self.options.scale_grads else None
+                    for (form, _), step in zip(parts, steps, strict=True):
+                        self._last = form
+                        sums = form.runner.run(step, state)
+                divisor = sum(len(step.batch) for step in steps) if self.options.scale_grads else None
                 gradients = divided(sums, parameters_of(state), divisor)
-                has_loss_fn = self.options.loss_fn is not None
-                output = self._output(step, self.staged, has_loss_fn) if keep_results else None
+                result = self._result(parts, steps, keep_results, share_losses)
                 call.finish(lambda: self._take_effect(gradients))
-        return StepResult(losses_of(step), output)
+        return result
 
     def _take_effect(self, gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
         hand_over(gradients)
         self._kept.release()
         self.step_number += 1
+
+    def _steps(
+        self, parts: Sequence[tuple[TrainingForm, Run]], loss_scale: float, keep_results: bool
+    ) -> list[Step]:
+        """Return what every part of a step runs with: microbatches count by their rows."""
+        steps: list[Step] = []
+        sums: dict[int, GradientSums] = {}
+        first = 0
+        for (form, run), weight in zip(parts, self._weights([run for _, run in parts]), strict=True):
+            metrics = frozenset(form.staged.result_ports[k] for k in form.staged.metrics)
+            microbatches = form.call.microbatches(run)
+            steps.append(
+                Step(
+                    microbatches,
+                    self.step_number,
+                    loss_scale * weight,
+                    keep_results,
+                    metrics,
+                    first,
+                    sums,
+                )
+            )
+            first += len(microbatches)
+        return steps
+
+    def _weights(self, runs: Sequence[Run]) -> list[float]:
+        """Return per run what a microbatch counts: its rows over the mean, for a loss that is a mean."""
+        if not self.options.scale_grads:
+            return [1.0] * len(runs)
+        rows = sum(run.rows * len(run.pieces) for run in runs)
+        count = sum(len(run.pieces) for run in runs)
+        return [run.rows * count / rows for run in runs]
+
+    def _result(
+        self,
+        parts: Sequence[tuple[TrainingForm, Run]],
+        steps: Sequence[Step],
+        keep_results: bool,
+        share_losses: bool,
+    ) -> StepResult:
+        staged = self.staged
+        weights = self._weights([run for _, run in parts])
+        losses = tuple(loss for step in steps for loss in losses_of(step))
+        metrics = join_metrics(steps, staged, self.options.joined_dim)
+        if share_losses and self.group is not None:
+            losses, metrics = self._shared(self.group, losses, metrics)
+        output = None
+        if keep_results:
+            output = join_results(
+                steps,
+                staged,
+                weights=weights if self.options.scale_grads else None,
+                has_loss_fn=self.options.loss_fn is not None,
+                dim=self.options.joined_dim,
+            )
+        return StepResult(losses, output, metrics)
+
+    def _shared(
+        self, group: PipelineGroup, losses: Sequence[Tensor], metrics: Mapping[str, Tensor]
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """Return losses and metrics of all ranks on every rank."""
+        staged, rank_of = self.staged, self.spec.placement.rank_of
+        wanted = (*staged.metrics, *(() if staged.loss is None else (staged.loss,)))
+        found = {f"loss {i}": loss for i, loss in enumerate(losses)}
+        found |= {f"metric {name}": value for name, value in metrics.items()}
+        shared: dict[str, Tensor] = {}
+        for source in sorted({rank_of[staged.result_ports[k][0]] for k in wanted}):
+            shared |= share_values(group, source, found if group.rank == source else None)
+        return (
+            tuple(value for name, value in shared.items() if name.startswith("loss ")),
+            {n.removeprefix("metric "): v for n, v in shared.items() if n.startswith("metric ")},
+        )
+
+    def _parts(self, batch: Batch, share_losses: bool) -> list[tuple[TrainingForm, Run]]:
+        """Cut a batch into runs of microbatches, each with its form; a form that is new is made here."""
+        signature, group = self.first.call.signature, self.group
+        values = signature.values(batch, partial=group is not None)
+        refuse_inputs_with_gradients(signature.names, values)
+        runs = signature.runs(values, signature.lengths(values, self.first.call.rows))
+        if self.options.other_shapes == "refuse" and not all(map(self.first.call.fits, runs)):
+            k = signature.first_difference(values)
+            raise signature.differs(0 if k is None else k, values[0 if k is None else k])
+        if group is None:
+            return self._with_forms(runs, [(len(run.pieces), run.rows, run.shapes) for run in runs])
+        if group.rank == 0 and not runs:
+            raise UsageError(
+                "rank 0 tells the others the shape of the batch, and was given none of it",
+                fix="give rank 0 the inputs of the model",
+            )
+        names = [next((n for n, f in self._forms.items() if f.call.fits(run)), None) for run in runs]
+        told = tell(group, signature, values, names, share_losses)
+        if None in told.forms:
+            wanted = whole_shapes(group, signature, values, runs)
+        else:
+            calls = [self._forms[name].call for name in told.forms if name is not None]
+            wanted = [(call.num_microbatches, call.rows, call.shapes) for call in calls]
+        parts = self._with_forms(regrouped(signature, values, runs, wanted), wanted)
+        for form, run in parts:
+            self._check_present(form, run)
+        return parts
+
+    def _with_forms(self, runs: Sequence[Run], wanted: Sequence[Counted]) -> list[tuple[TrainingForm, Run]]:
+        """Give every run its form; those that are new are compiled, and the oldest make room for them."""
+        parts = []
+        for run, (count, _, shapes) in zip(runs, wanted, strict=True):
+            name = form_name(count, shapes)
+            form = self._forms.pop(name, None)
+            if form is None:
+                example = examples(run, shapes, self.first.call.flat_example)
+                call = CallForm(self.first.call.signature, example)
+                form = further_form(self.options, self.group, [self.first, *self._forms.values()], call)
+            self._forms[name] = form
+            parts.append((form, run))
+        used = {self.first.name, *(form.name for form, _ in parts)}
+        oldest = [name for name in self._forms if name not in used]
+        for name in oldest[: max(0, len(self._forms) - 1 - MAX_FORMS)]:
+            self._forms.pop(name).runner.close()
+        self._kept.watch(b for form, _ in parts for b in form.changed_buffers(self.runner.rank))
+        return parts
+
+    def _check_present(self, form: TrainingForm, run: Run) -> None:
+        """Refuse a run that lacks a tensor which a stage of this process takes."""
+        rank_of, signature = self.spec.placement.rank_of, form.call.signature
+        for stage in form.staged.stages:
+            if self.group is None or rank_of[stage.index] != self.group.rank:
+                continue
+            for port in stage.inputs:
+                if port.source[0] == "batch" and run.pieces[0][port.source[1]] is None:
+                    raise UsageError(
+                        f"stage {stage.index} runs on this rank and takes a tensor that it was not given",
+                        where=f"rank {self.group.rank}, {signature.names[port.source[1]]}",
+                        fix="give it on this rank; only what no stage of a rank takes can be left out",
+                    )
 
     def run_eval(self, batch: Batch) -> StepResult:
         """Run forward only; the first call with a shape captures the model in evaluation mode."""
@@ -135,14 +295,22 @@ class CompiledPipeline:
             with call.checks():
                 self.guard.check(training=False)
                 found = self._evaluation(batch)
-                microbatches = found.call.microbatches(batch)
+                microbatches = found.microbatches(batch)
                 state = found.reader.read()
                 self._check_read_buffers(found.staged.read_buffers)
             step = Step(microbatches)
             with torch_private.no_autocast():
                 found.runner.run(step, state)
-            output = self._output(step, found.staged, found.has_loss_fn)
-        return StepResult(losses_of(step), output)
+            output = join_results(
+                [step],
+                found.staged,
+                weights=[1.0] if self.options.scale_grads else None,
+                has_loss_fn=found.has_loss_fn,
+                dim=self.options.joined_dim,
+            )
+        return StepResult(
+            losses_of(step), output, join_metrics([step], found.staged, self.options.joined_dim)
+        )
 
     def _evaluation(self, batch: Batch) -> Evaluation:
         """Return the evaluation of batches like this one; the least recently used one makes room for it."""
@@ -161,26 +329,14 @@ class CompiledPipeline:
 
     def _own_state(self) -> str:
         """Return what must be equal on all ranks, and may not be when some had finished a refused call."""
-        return json.dumps([self.step_number, list(self._evaluations)])
+        return json.dumps([self.step_number, list(self._evaluations), list(self._forms)])
 
     def _follow_others(self, states: Sequence[str]) -> None:
-        """Take over the step's number, and keep the evaluations that all ranks have, in rank 0's order."""
+        """Take over the step's number, and keep the forms that all ranks have, in rank 0's order."""
         rows = [json.loads(state) for state in states]
         self.step_number = max(row[0] for row in rows)
-        kept = [key for key in rows[0][1] if all(key in row[1] for row in rows)]
-        for key in set(self._evaluations) - set(kept):
-            self._evaluations.pop(key).runner.close()
-        self._evaluations = {key: self._evaluations[key] for key in kept}
-
-    def _changed_buffers(self) -> list[str]:
-        """Return the buffers that the stages of this process change in a step."""
-        rank_of = self.spec.placement.rank_of
-        mine = [s for s in self.staged.stages if self.group is None or rank_of[s.index] == self.group.rank]
-        return list(dict.fromkeys(name for stage in mine for name in stage.mutated))
-
-    def _output(self, step: Step, staged: Results, has_loss_fn: bool) -> Any:
-        mean = self.options.scale_grads
-        return join_results(step, staged, loss_is_mean=mean, has_loss_fn=has_loss_fn)
+        self._evaluations = _common(self._evaluations, [row[1] for row in rows])
+        self._forms = _common(self._forms, [row[2] for row in rows])
 
     def _check_read_buffers(self, read: Mapping[str, Tensor]) -> None:
         """Refuse another value of a buffer that Python code of the model read when it was captured."""
@@ -225,8 +381,8 @@ class CompiledPipeline:
         return state
 
     def timeline(self) -> Measured:
-        """Return the last step as measured."""
-        return Measured.of(self.runner.actions(), f"measured, torch {torch.__version__}")
+        """Return the last step as measured; of a step whose microbatches differ in shape its last run."""
+        return Measured.of(self._last.runner.actions(), f"measured, torch {torch.__version__}")
 
     @property
     def failed(self) -> str | None:
@@ -235,8 +391,19 @@ class CompiledPipeline:
 
     def close(self) -> None:
         """Release the runners, and leave the pipeline's process groups."""
-        for evaluation in self._evaluations.values():
-            evaluation.runner.close()
-        self.runner.close()
+        runners = [form.runner for form in self._forms.values()]
+        for runner in (*runners, *(evaluation.runner for evaluation in self._evaluations.values())):
+            runner.close()
         if self.group is not None:
             self.group.close()
+
+
+_Form = TypeVar("_Form", TrainingForm, Evaluation)
+
+
+def _common(mine: Mapping[str, _Form], names: Sequence[Sequence[str]]) -> dict[str, _Form]:
+    """Return the forms that all ranks have, in rank 0's order; the others are closed."""
+    kept = [name for name in names[0] if all(name in row for row in names)]
+    for name in set(mine) - set(kept):
+        mine[name].runner.close()
+    return {name: mine[name] for name in kept}

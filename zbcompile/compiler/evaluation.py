@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zbcompile.compiler.call import Batch, CallForm
+from zbcompile.compiler.call import Batch
 from zbcompile.compiler.load import make_reader, make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan, codegen, lower_order
+from zbcompile.compiler.signature import CallForm, Run, Signature, Value, largest_divisor
+from zbcompile.errors import UsageError
 from zbcompile.options import CompileOptions
 from zbcompile.passes.capture.capture import capture
 from zbcompile.passes.capture.constant_masks import fold_constant_masks
@@ -36,6 +38,7 @@ class StagedForward:
     result_spec: Spec
     result_ports: tuple[tuple[int, int], ...]
     loss: int | None
+    metrics: tuple[int, ...]
     read_buffers: Mapping[str, Tensor]
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
@@ -81,8 +84,13 @@ class Evaluation:
         trained_stages: Sequence[StageGraphs],
         batch: Batch,
     ) -> None:
-        count = batch.most_microbatches(trained.schedule.num_microbatches)
-        self.call = CallForm(batch, options.model, count, options.whole, options.constant)
+        signature = Signature(batch, options)
+        values = signature.values(batch)
+        if signature.size == 0:
+            raise UsageError("the batch is empty", where=signature.names[0], fix="leave the call out")
+        self._rows = signature.size // largest_divisor(signature.size, trained.schedule.num_microbatches)
+        self.call = CallForm(signature, self._run(signature, values))
+        count = self.call.num_microbatches
         loss_fn = options.loss_fn if batch.target is not None else None
         self.has_loss_fn = loss_fn is not None
         held = [(*s.parameters, *s.buffers) for s in trained_stages]
@@ -97,6 +105,21 @@ class Evaluation:
             group.agree({"evaluation graphs": graphs, "evaluation programs": "\n".join(programs)})
         self.runner = make_runner(group, spec, programs, planned_starts(comm, problem))
         self.reader = make_reader(with_loss(options.model, options.loss_fn), self.staged.stages)
+
+    def microbatches(self, batch: Batch) -> list[list[Tensor | None]]:
+        """Return the flat tensors of each microbatch of a batch of this form."""
+        signature = self.call.signature
+        return self.call.microbatches(self._run(signature, signature.values(batch)))
+
+    def _run(self, signature: Signature, values: Sequence[Value]) -> Run:
+        runs = signature.runs(values, signature.lengths(values, self._rows))
+        if len(runs) > 1:
+            raise UsageError(
+                "an evaluation takes microbatches of one shape",
+                given=[f"{len(run.pieces)} of {run.rows} rows" for run in runs],
+                fix="call eval() for each shape",
+            )
+        return runs[0]
 
 
 def build_forward(
@@ -133,7 +156,9 @@ def build_forward(
     stages = forward_stages(captured, held)
     place = {p.name: (s.index, k) for s in stages for k, p in enumerate(s.outputs) if p.is_result}
     ports = tuple(place[name] for name in captured.results)
-    return StagedForward(stages, captured.result_spec, ports, captured.loss, captured.read_buffers)
+    return StagedForward(
+        stages, captured.result_spec, ports, captured.loss, captured.metrics, captured.read_buffers
+    )
 
 
 @contextmanager

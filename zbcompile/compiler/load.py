@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from zbcompile.passes.capture.nested_values import Spec
 from zbcompile.passes.lower.insert_comm import CommSchedule
 from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
@@ -19,7 +20,16 @@ from zbcompile.schedule.ir import Kind
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
 
-__all__ = ["Results", "Starts", "join_results", "losses_of", "make_reader", "make_runner", "planned_starts"]
+__all__ = [
+    "Results",
+    "Starts",
+    "join_metrics",
+    "join_results",
+    "losses_of",
+    "make_reader",
+    "make_runner",
+    "planned_starts",
+]
 
 Starts = Mapping[tuple[Kind, int, int], int]
 """Planned start in ns by kind, stage and microbatch."""
@@ -35,12 +45,16 @@ class OwnsTensors(Protocol):
 
 
 class Results(Protocol):
-    """Where the leaves of the model's result come from: (stage, output position) each; which is the loss."""
+    """Where the leaves of the result come from: (stage, output position) each; which are loss and metrics."""
 
     @property
     def result_ports(self) -> tuple[tuple[int, int], ...]: ...
     @property
+    def result_spec(self) -> Spec: ...
+    @property
     def loss(self) -> int | None: ...
+    @property
+    def metrics(self) -> tuple[int, ...]: ...
     def rebuild(self, leaves: Sequence[Any]) -> Any: ...
 
 
@@ -74,29 +88,75 @@ def losses_of(step: Step) -> tuple[Tensor, ...]:
     return tuple(step.losses[i] for i in range(len(step.batch))) if step.losses else ()
 
 
-def join_results(step: Step, staged: Results, *, loss_is_mean: bool, has_loss_fn: bool) -> Any:
+def join_results(
+    steps: Sequence[Step],
+    staged: Results,
+    *,
+    weights: Sequence[float] | None,
+    has_loss_fn: bool,
+    dim: int,
+) -> Any:
     """Return the model's result for the whole batch; None where this process lacks a part of it.
 
-    Tensors are joined along dimension 0, scalars stacked; the loss is the mean or the sum of its parts. With
+    Tensors are joined along the batch, scalars stacked; the loss is the mean or the sum of its parts. With
     a loss function the stages return ``{"loss", "output"}``, and the model's own result is its output.
+
+    Parameters
+    ----------
+    steps
+        The runs of the step.
+    staged
+        Where the leaves of the result come from.
+    weights
+        Per run what each of its microbatches counts in the mean; None: the loss is a sum.
+    has_loss_fn
+        Whether the stages hold a loss function.
+    dim
+        The batch dimension of results.
     """
     leaves = []
     for k, place in enumerate(staged.result_ports):
-        parts = step.results.get(place)
+        parts = _parts(steps, place)
         if parts is None:
             return None
-        leaves.append(_join([parts[i] for i in range(len(step.batch))], k == staged.loss, loss_is_mean))
+        is_loss = k == staged.loss and not parts[0].dim()
+        leaves.append(_joined_loss(parts, steps, weights) if is_loss else _join(parts, dim))
     result = staged.rebuild(leaves)
     return result["output"] if has_loss_fn else result
 
 
-def _join(parts: list[Tensor], is_loss: bool, loss_is_mean: bool) -> Tensor:
-    if parts[0].dim():
-        return torch.cat(parts)
+def join_metrics(steps: Sequence[Step], staged: Results, dim: int) -> dict[str, Tensor]:
+    """Return what the loss returns beside it, by name: joined along the batch, scalars stacked."""
+    found: dict[str, Tensor] = {}
+    names = list(staged.result_spec.paths())
+    for k in staged.metrics:
+        parts = _parts(steps, staged.result_ports[k])
+        if parts is not None:
+            found[names[k].removeprefix(".metrics.")] = _join(parts, dim)
+    return found
+
+
+def _parts(steps: Sequence[Step], place: tuple[int, int]) -> list[Tensor] | None:
+    """Return an output of every microbatch in order, or None where this process does not have it."""
+    if any(place not in step.results for step in steps):
+        return None
+    return [step.results[place][i] for step in steps for i in range(len(step.batch))]
+
+
+def _join(parts: list[Tensor], dim: int) -> Tensor:
+    if not parts[0].dim():
+        return torch.stack(parts)
+    return torch.cat(parts, dim if -parts[0].dim() <= dim < parts[0].dim() else 0)
+
+
+def _joined_loss(parts: list[Tensor], steps: Sequence[Step], weights: Sequence[float] | None) -> Tensor:
     stacked = torch.stack(parts)
-    if not is_loss:
-        return stacked
-    return stacked.mean() if loss_is_mean else stacked.sum()
+    if weights is None:
+        return stacked.sum()
+    each = [weight for weight, step in zip(weights, steps, strict=True) for _ in step.batch]
+    if any(weight != 1.0 for weight in each):
+        stacked = stacked * torch.tensor(each, dtype=stacked.dtype, device=stacked.device)
+    return stacked.mean()
 
 
 def _device(stages: Sequence[RunnableStage]) -> torch.device:

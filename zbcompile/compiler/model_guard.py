@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.compiler.forward_names import ForwardNames
+from zbcompile.compiler.signature import Value
 from zbcompile.errors import UsageError
 from zbcompile.passes import torch_private
+from zbcompile.passes.capture.nested_values import Microbatches
 from zbcompile.passes.capture.with_loss import loss_module
 
 __all__ = ["ModeGuard", "ModelGuard", "refuse_inputs_with_gradients"]
@@ -187,10 +189,11 @@ class ModeGuard:
             )
 
 
-def refuse_inputs_with_gradients(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+def refuse_inputs_with_gradients(names: Sequence[str], values: Sequence[Value]) -> None:
     """Refuse tensors that require a gradient: a step gives none to its inputs."""
-    for name, tensor in zip(names, tensors, strict=True):
-        if tensor.requires_grad:
+    for name, value in zip(names, values, strict=True):
+        pieces = value.pieces if isinstance(value, Microbatches) else (value,)
+        if any(piece is not None and piece.requires_grad for piece in pieces):
             raise UsageError(
                 "an input of step() requires a gradient, and a step gives none to its inputs",
                 where=name,

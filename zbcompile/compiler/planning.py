@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from dataclasses import replace
 
 import torch
 
-from zbcompile.compiler.call import CallForm
 from zbcompile.compiler.observe import Observer
+from zbcompile.compiler.signature import CallForm
 from zbcompile.errors import CheckError, InfeasibleError, UsageError
 from zbcompile.formats import schedule_json
 from zbcompile.options import CompileOptions
 from zbcompile.passes.profile.counted import counted_profile
-from zbcompile.passes.profile.measure import measure
+from zbcompile.passes.profile.measure import edges_of, measure
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.planner.imported import rated
 from zbcompile.planner.placements import plan_auto
@@ -158,8 +159,7 @@ def warn_of_held_gradients(solution: Solution, staged: StagedModel) -> None:
 def _profile(options: CompileOptions, call: CallForm, staged: StagedModel, observer: Observer) -> Profile:
     """Return the profile that was given, counted for the device that was given, or measured here."""
     if isinstance(options.profile, Profile):
-        _check_edges(options.profile, staged)
-        return options.profile
+        return _with_edges_of(options.profile, staged)
     if isinstance(options.profile, Device):
         profile = counted_profile(staged.stages, options.profile)
         observer("counted", profile)
@@ -192,12 +192,17 @@ def _check_variants(solution: Solution) -> None:
         )
 
 
-def _check_edges(profile: Profile, staged: StagedModel) -> None:
-    """Refuse a profile that does not know of a message that the stages send."""
-    ports = [(stage.index, port) for stage in staged.stages for port in stage.inputs]
-    sent = {(port.source[1], index) for index, port in ports if port.source[0] == "stage"}
-    known = {(edge.source, edge.target) for edge in profile.edges}
-    if missing := sorted(sent - known):
+def _with_edges_of(profile: Profile, staged: StagedModel) -> Profile:
+    """Return the profile with the messages that the stages send: its sizes, their gradients.
+
+    Raises
+    ------
+    UsageError
+        The profile does not know of a message.
+    """
+    sent = {(edge.source, edge.target): edge for edge in edges_of(staged.stages)}
+    known = {(edge.source, edge.target): edge for edge in profile.edges}
+    if missing := sorted(sent.keys() - known.keys()):
         raise UsageError(
             f"a value goes from stage {missing[0][0]} to stage {missing[0][1]}, the profile has no such edge",
             where="profile.edges",
@@ -205,6 +210,8 @@ def _check_edges(profile: Profile, staged: StagedModel) -> None:
             given=sorted(known),
             fix="add Edge(source, target, ...) to the profile, or let compile() measure one",
         )
+    edges = tuple(replace(known[pair], has_gradient=edge.has_gradient) for pair, edge in sent.items())
+    return replace(profile, edges=edges)
 
 
 def _evenly(num_stages: int, num_ranks: int) -> Placement:
@@ -245,7 +252,7 @@ def _agree(group: PipelineGroup, call: CallForm, staged: StagedModel) -> None:
         {
             "microbatches": str(call.num_microbatches),
             "stage graphs": " ".join(s.signature_hash() for s in staged.stages),
-            "batch": f"{call.plan.names} {call.plan.sliced} {call.plan.shapes}",
+            "batch": f"{call.signature.names} {call.signature.dims} {call.shapes}",
             "constant arguments": repr({k: value.tolist() for k, value in call.constants.items()}),
             "tied parameters": _tied_state(staged),
         }

@@ -16,6 +16,7 @@ from zbcompile.passes.capture.capture import capture
 from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.constant_masks import fold_constant_masks
 from zbcompile.passes.capture.with_loss import with_loss
+from zbcompile.passes.partition.homes import SameHomes
 from zbcompile.passes.partition.partition import Policy, StageSource, partition
 from zbcompile.passes.profile.counted import counted_seconds
 from zbcompile.passes.split.backends import check_backend, with_backend
@@ -38,6 +39,7 @@ def build_stages(
     target: Any = None,
     loss_fn: Callable[..., Tensor] | None = None,
     split_points: Sequence[str] | Policy | None = None,
+    homes: Sequence[Sequence[str]] | None = None,
     recompute: Recompute = "none",
     backend: str = "eager",
     device: torch.device | str | None = None,
@@ -59,6 +61,8 @@ def build_stages(
         the entry called loss, or a scalar result.
     split_points, recompute, backend
         See docs/split.md; ``backend`` is one of `backends.BACKENDS`.
+    homes
+        Per stage, names of parameters and buffers that it has: cut so that they stay there.
     device
         Device that a model on the meta device is captured for.
     verify
@@ -87,6 +91,8 @@ def build_stages(
     fold_constant_masks(captured)
     observer("fold_constant_masks", captured)
     seconds_of = op_costs.seconds if planned_for is None else counted_seconds(planned_for)
+    if homes is not None:
+        split_points = SameHomes(captured, homes)
     sources = partition(captured, num_stages, split_points=split_points, seconds_of=seconds_of)
     observer("partition", sources)
     stages = split_backward(captured, sources, recompute=recompute, backend=backend)

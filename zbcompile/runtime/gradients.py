@@ -29,6 +29,10 @@ class GradientSums:
         self._next: dict[int, int] = {}
         self._early: dict[int, dict[int, dict[str, Tensor]]] = {}
 
+    def restart(self) -> None:
+        """Count microbatches from 0 again: what comes is added to the sums so far."""
+        self._next.clear()
+
     def add(self, stage: int, microbatch: int, grads: dict[str, Tensor]) -> None:
         """Take over the gradients of one (stage, microbatch); each must have storage of its own."""
         expected = self._next.get(stage, 0)

@@ -180,6 +180,10 @@ class PipelineGroup:
         """Return rank 0's text on every rank; the others give None. Rank 0 may take ``extra_s`` longer."""
         return self._meetings.meet(what, text or "", lambda texts: texts[0], extra_s=extra_s)
 
+    def announce(self, text: str | None, what: str, source: int = 0) -> str:
+        """Return the text of rank ``source`` on every rank. That rank does not wait for the others."""
+        return self._meetings.announce(what, text, source)
+
     def gather(self, text: str, what: str = "the exchange") -> list[str]:
         """Return every rank's text, by rank, on every rank."""
         return [str(t) for t in json.loads(self._meetings.meet(what, text))]

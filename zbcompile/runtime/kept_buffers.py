@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
 import torch
@@ -28,6 +28,10 @@ class KeptBuffers:
         self._names = tuple(names)
         self._copies: list[Tensor] = []
         self._changed: list[Tensor] = []
+
+    def watch(self, names: Iterable[str]) -> None:
+        """Keep more buffers, from the next step on."""
+        self._names = tuple(dict.fromkeys((*self._names, *names)))
 
     def keep(self, state: Mapping[str, Tensor]) -> KeptBuffers:
         """Copy the present values; return self."""

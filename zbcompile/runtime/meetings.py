@@ -48,6 +48,7 @@ class Meetings:
         self._rank, self._size = watchdog.rank, watchdog.size
         self._call, self._count = -1, 0
         self._last: list[str] = []
+        self._said: list[tuple[int, str]] = []
 
     def meet(
         self,
@@ -88,6 +89,34 @@ class Meetings:
             return found
         self._ask(lambda store: _put(store, f"{key}/{self._rank}", text))
         return self._fetch([everyone], what, extra_s)[0]
+
+    def announce(self, what: str, text: str | None, source: int) -> str:
+        """Return the text of rank ``source``, which does not wait for the others, on every rank.
+
+        Parameters
+        ----------
+        what
+            What the text is, in words.
+        text
+            On rank ``source`` its text; not read on the others.
+
+        Raises
+        ------
+        Ended
+            The call has been ended, here or by another rank.
+        """
+        key = self._next_key()
+        if self._rank != source:
+            return self._fetch([(key, source)], what, 0.0)[0]
+        said = text or ""
+        self._ask(lambda store: _put(store, key, said))
+        self._said.append((self._call, key))
+        # A rank is behind by no more calls than there are ranks: their messages hold the others back.
+        old = [k for call, k in self._said if call < self._call - 2 * self._size]
+        if old:
+            self._said = self._said[len(old) :]
+            self._delete(old)
+        return said
 
     def alone(self, function: Callable[[], T], words: str, peer: int) -> T:
         """Wait for a function that runs in a thread of its own, because nothing can interrupt it.
@@ -156,10 +185,12 @@ class Meetings:
     def _forget(self, keys: list[str]) -> None:
         """Delete the texts of the meeting before this one, which everybody has read."""
         last, self._last = self._last, keys
+        self._delete(last)
 
+    def _delete(self, keys: Sequence[str]) -> None:
         def question(store: Store) -> None:
             with contextlib.suppress(Exception):  # not every kind of store can
-                for key in last:
+                for key in keys:
                     store.delete_key(key)
 
         self._store.submit(question)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from zbcompile.runtime.gradients import tied_holders
+from zbcompile.runtime.gradients import GradientSums, tied_holders
 from zbcompile.runtime.wire_format import WireFormat
 from zbcompile.runtime.wiring import RunnableStage, Wiring
 from zbcompile.schedule.ir import Placement
@@ -69,22 +69,31 @@ class Step:
     Attributes
     ----------
     batch
-        Per microbatch, the flat list of tensor inputs.
+        Per microbatch, the flat list of tensor inputs; None for one that no stage of this process takes.
     number
         Number of the step; it chooses the random streams.
     loss_scale
         The gradient of each microbatch's loss.
     keep_results
         Whether outputs are wanted.
+    kept
+        Outputs (stage, position) that are wanted in any case.
+    first
+        Number of the first microbatch in the whole step, for its random streams.
+    sums
+        Rank -> its sums of gradients; given on from a part of the step to the next.
     losses
         Microbatch -> loss; filled by the step.
     results
         (stage, output position) -> microbatch -> tensor; filled by the step.
     """
 
-    batch: Sequence[Sequence[Tensor]]
+    batch: Sequence[Sequence[Tensor | None]]
     number: int = 0
     loss_scale: float = 1.0
     keep_results: bool = True
+    kept: frozenset[tuple[int, int]] = frozenset()
+    first: int = 0
+    sums: dict[int, GradientSums] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     results: dict[tuple[int, int], dict[int, Tensor]] = field(default_factory=dict)

@@ -78,7 +78,8 @@ class Rank:
     def begin(self, step: Step, send_slots: int | None = None) -> None:
         """Start a step with nothing held; ``send_slots`` is the program's own constant."""
         self.step = step
-        self.sums = GradientSums()
+        self.sums = step.sums.setdefault(self.index, GradientSums())
+        self.sums.restart()
         self.gradients: dict[str, Tensor] = {}
         self.running: tuple[Kind, int, int] | None = None
         self.running_since = 0.0
@@ -109,8 +110,8 @@ class Rank:
             self._mailbox.put((False, stage, target, microbatch), [outputs[k] for k in positions])
         if table.loss is not None:
             self.step.losses[microbatch] = outputs[table.loss]
-        if self.step.keep_results:
-            for k in table.results:
+        for k in table.results:
+            if self.step.keep_results or (stage, k) in self.step.kept:
                 self.step.results.setdefault((stage, k), {})[microbatch] = outputs[k]
 
     def backward_input(self, stage: int, microbatch: int) -> Waits:
@@ -205,7 +206,9 @@ class Rank:
         run = self.spec.stages[stage].run_forward
         if stage not in self.spec.random_stages:
             return run(self.state, inputs)
-        with stream(stream_seed(self.spec.seed, self.step.number, stage, microbatch), self.device):
+        with stream(
+            stream_seed(self.spec.seed, self.step.number, stage, self.step.first + microbatch), self.device
+        ):
             return run(self.state, inputs)
 
     def _wait_for_gradients(self, kind: Kind, stage: int, microbatch: int) -> Wait:

@@ -1,0 +1,246 @@
+"""The forms of a training step: graphs, order and programs for microbatches of one shape and number.
+
+``compile`` makes the first form. Batches of another size or shape get forms of their own, with the same
+stages on the same ranks: a number of microbatches that is new has the graphs of another form and a plan of
+its own; a new shape is captured, and planned with the costs at hand, scaled by counted ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from zbcompile.compiler.batch_dimension import check_batch_dimension
+from zbcompile.compiler.load import make_runner, planned_starts
+from zbcompile.compiler.lower import LoweredPlan, lower
+from zbcompile.compiler.observe import Observer, quiet
+from zbcompile.compiler.planning import (
+    gradient_bytes,
+    keep_order_of_changes,
+    plan_for_all,
+    warn_of_held_gradients,
+)
+from zbcompile.compiler.signature import CallForm, Shapes, Value
+from zbcompile.compiler.stages import build_stages
+from zbcompile.errors import ShapeError, UsageError
+from zbcompile.options import CompileOptions
+from zbcompile.passes.profile.rescaled import rescaled_profile
+from zbcompile.passes.split.staged_model import StagedModel
+from zbcompile.passes.verify.verify import cheap_to_verify
+from zbcompile.runtime.group import PipelineGroup
+from zbcompile.runtime.randomness import draws_random_numbers
+from zbcompile.runtime.spec import PipelineSpec
+from zbcompile.schedule.devices import Device
+
+__all__ = ["MAX_FORMS", "TrainingForm", "first_form", "form_name", "further_form"]
+
+MAX_FORMS = 8
+"""Forms of training batches that stay compiled beside the first one."""
+
+_AT_ONCE_S = 1.0
+"""Seconds for the search of an order for a further form."""
+
+
+class TrainingForm:
+    """A form of the training step, loaded.
+
+    Parameters
+    ----------
+    options, group
+        Of the pipeline.
+    call
+        Shape and number of the microbatches.
+    staged
+        Their graphs.
+    plan
+        Their order.
+    programs
+        Its programs, one per rank.
+
+    Attributes
+    ----------
+    spec
+        What runs.
+    runner
+        Runs it.
+    """
+
+    def __init__(
+        self,
+        options: CompileOptions,
+        group: PipelineGroup | None,
+        call: CallForm,
+        staged: StagedModel,
+        plan: LoweredPlan,
+        programs: tuple[str, ...],
+    ) -> None:
+        self.call, self.staged, self.plan, self.programs = call, staged, plan, programs
+        self.spec = PipelineSpec(
+            staged.stages,
+            plan.schedule.placement,
+            call.num_microbatches,
+            options.seed,
+            frozenset(s.index for s in staged.stages if draws_random_numbers(s.graphs.forward)),
+            plan.comm.one_communicator,
+        )
+        self.run_on(group)
+
+    def run_on(self, group: PipelineGroup | None) -> None:
+        """Run on the ranks of a group from now on, which come here together, or all ranks in this process."""
+        starts = planned_starts(self.plan.comm, self.plan.problem)
+        self.runner = make_runner(group, self.spec, self.programs, starts)
+        self.runner.connect()
+
+    @property
+    def name(self) -> str:
+        """The same for equal forms only, on all ranks."""
+        return form_name(*self.call.key)
+
+    def changed_buffers(self, rank: int | None) -> list[str]:
+        """Return the buffers that the stages of a rank, or all stages, change in a step."""
+        rank_of = self.spec.placement.rank_of
+        mine = [s for s in self.staged.stages if rank is None or rank_of[s.index] == rank]
+        return list(dict.fromkeys(name for stage in mine for name in stage.mutated))
+
+
+def form_name(num_microbatches: int, shapes: Shapes) -> str:
+    """Return the name of the form of microbatches of these shapes."""
+    return hashlib.sha256(repr((num_microbatches, shapes)).encode()).hexdigest()[:16]
+
+
+def first_form(
+    options: CompileOptions,
+    group: PipelineGroup | None,
+    num_ranks: int,
+    call: CallForm,
+    batch: Sequence[Value],
+    observer: Observer,
+) -> TrainingForm:
+    """Compile the model for calls of one form; ``batch`` is the whole example.
+
+    ``capture -> fold_constant_masks -> partition -> split_backward -> verify``, then as `_planned`.
+    """
+    staged = _stages(options, call, observer=observer)
+    if options.verify is not False and cheap_to_verify(options.model):
+        check_batch_dimension(options.model, call.signature, batch, call.num_microbatches, options.joined_dim)
+    return _planned(options, group, num_ranks, call, staged, observer)
+
+
+def further_form(
+    options: CompileOptions, group: PipelineGroup | None, forms: Iterable[TrainingForm], call: CallForm
+) -> TrainingForm:
+    """Compile the model for calls of another form, with the stages of the first one on its ranks.
+
+    Parameters
+    ----------
+    options, group
+        Of the pipeline.
+    forms
+        Those at hand, the first one first.
+    call
+        The new one.
+
+    Raises
+    ------
+    InfeasibleError, NoOrderError
+        No order for it fits under the memory limit.
+    ShapeError
+        The model cannot be compiled for this shape, or not be cut where it was cut.
+    UsageError
+        Another number of microbatches than the order that was given to `compile` has.
+    """
+    first, *others = forms
+    _check_number(options, call)
+    same = next((f for f in (first, *others) if f.call.shapes == call.shapes), None)
+    if same is not None:
+        staged, profile = same.staged, same.plan.problem.profile
+    else:
+        staged = _stages_of_shape(options, first, call)
+        profile = rescaled_profile(first.plan.problem.profile, first.staged.stages, staged.stages)
+    quick = replace(
+        options,
+        profile=profile,
+        placement=first.plan.schedule.placement,
+        num_microbatches=None,
+        time_limit_s=min(options.time_limit_s, _AT_ONCE_S),
+    )
+    num_ranks = first.plan.schedule.num_ranks
+    return _planned(quick, group, num_ranks, call, staged, quiet)
+
+
+def _check_number(options: CompileOptions, call: CallForm) -> None:
+    given = options.schedule
+    if given is not None and given.num_microbatches != call.num_microbatches:
+        raise UsageError(
+            "the batch has another number of microbatches than the order that compile() was given",
+            needed=f"{given.num_microbatches} microbatches of equal shape",
+            given=f"{call.num_microbatches} of {call.rows} rows",
+            fix="give full batches, or compile without schedule=: every number then has an order of its own",
+        )
+
+
+def _stages_of_shape(options: CompileOptions, first: TrainingForm, call: CallForm) -> StagedModel:
+    """Capture the model for another shape, with the parameters of every stage where they are."""
+    homes = [(*s.parameters, *s.buffers) for s in first.staged.stages]
+    try:
+        return _stages(options, call, homes)
+    except Exception as error:
+        pairs = zip(call.signature.names, first.call.shapes, call.shapes, strict=True)
+        name, old, new = next((row for row in pairs if row[1] != row[2]), ("the batch", (), ()))
+        raise ShapeError(
+            f"the model cannot be compiled for a batch of another shape: {type(error).__name__}: {error}",
+            where=name,
+            needed=f"{list(old or ())} per microbatch, as compiled",
+            given=list(new or ()),
+            fix="give batches of one shape, or run this one through the model itself",
+        ) from error
+
+
+def _stages(
+    options: CompileOptions,
+    call: CallForm,
+    homes: list[tuple[str, ...]] | None = None,
+    observer: Observer = quiet,
+) -> StagedModel:
+    one = call.example
+    return build_stages(
+        options.model,
+        options.num_stages,
+        one.args,
+        one.kwargs,
+        target=one.target,
+        loss_fn=options.loss_fn,
+        split_points=options.split_points,
+        homes=homes,
+        recompute=options.recompute,
+        backend=options.backend,
+        verify=options.verify,
+        planned_for=options.profile if isinstance(options.profile, Device) else None,
+        constant=call.constants,
+        observer=observer,
+    )
+
+
+def _planned(
+    options: CompileOptions,
+    group: PipelineGroup | None,
+    num_ranks: int,
+    call: CallForm,
+    staged: StagedModel,
+    observer: Observer,
+) -> TrainingForm:
+    """Measure or count -> plan, once for all ranks -> merge_backward -> insert_comm -> check -> codegen."""
+    solution = plan_for_all(options, group, num_ranks, call, staged, observer)
+    keep_order_of_changes(solution.schedule, staged)
+    plan = lower(
+        solution,
+        merge=options.schedule is None,
+        one_communicator=options.one_communicator,
+        observer=observer,
+    )
+    warn_of_held_gradients(plan.solution, staged)
+    programs = plan.programs(observer, gradient_bytes(staged))
+    if group is not None:
+        group.agree({"programs": "\n".join(programs)})
+    return TrainingForm(options, group, call, staged, plan, programs)

@@ -1,0 +1,254 @@
+"""What ranks tell each other of a step: the form of its batch and hashes of it, its losses and metrics.
+
+Rank 0 says at the beginning of a step which forms its batch has, and does not wait for the others. They may
+therefore come without inputs that none of their stages takes, and a batch that differs from rank 0's is
+refused before the first message.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zbcompile.compiler.signature import Counted, Run, Shapes, Signature, Value
+from zbcompile.errors import UsageError
+from zbcompile.passes.capture.nested_values import Microbatches
+from zbcompile.runtime.group import PipelineGroup
+
+__all__ = ["Told", "examples", "regrouped", "share_values", "tell", "whole_shapes"]
+
+_WHOLE_BYTES = 1 << 20
+"""Tensors up to this size are hashed whole, of larger ones a sample of as many entries."""
+_SAMPLE = 4096
+
+
+@dataclass(frozen=True)
+class Told:
+    """What rank 0 says of a batch.
+
+    Attributes
+    ----------
+    forms
+        Names of the forms, in order; None for one that it does not know.
+    hashes
+        Per tensor a hash of it, or None where rank 0 does not have it.
+    shares
+        Whether losses and metrics go to all ranks.
+    """
+
+    forms: tuple[str | None, ...]
+    hashes: tuple[str | None, ...]
+    shares: bool
+
+
+def tell(
+    group: PipelineGroup,
+    signature: Signature,
+    values: Sequence[Value],
+    forms: Sequence[str | None],
+    shares: bool,
+) -> Told:
+    """Return what rank 0 says of its batch; compare this rank's with it.
+
+    Parameters
+    ----------
+    group
+        The ranks, which all come here.
+    signature, values
+        This rank's part of the batch.
+    forms, shares
+        On rank 0 what it says (`Told`).
+
+    Raises
+    ------
+    UsageError
+        A tensor of this rank differs from rank 0's, or the ranks differ in ``shares``.
+    """
+    hashes = [None if value is None else _hash(value) for value in values]
+    mine = json.dumps([list(forms), hashes, shares]) if group.rank == 0 else None
+    names, theirs, shared = json.loads(group.announce(mine, "the step"))
+    for name, own, other in zip(signature.names, hashes, theirs, strict=True):
+        if own is not None and other is not None and own != other:
+            raise UsageError(
+                "the batch differs from that of rank 0",
+                where=name,
+                needed=f"the same on every rank that gives it: {other}",
+                given=own,
+                fix="give all ranks the same batch, or each rank only what its stages take",
+            )
+    if shared != shares:
+        raise UsageError("the ranks differ in share_losses", needed=f"{shared}, as on rank 0", given=shares)
+    return Told(tuple(names), tuple(theirs), shared)
+
+
+def _hash(value: Tensor | Microbatches) -> str:
+    """Return shapes and a hash of the values of a tensor, of a sample of them where it is large."""
+    digest = hashlib.blake2b(digest_size=8)
+    pieces = value.pieces if isinstance(value, Microbatches) else (value,)
+    for piece in pieces:
+        digest.update(_bytes(_sample(piece.detach())))
+    shapes = ", ".join(str(list(piece.shape)) for piece in pieces)
+    return f"{shapes} {value.dtype}, hash {digest.hexdigest()}"
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    if tensor.nbytes <= _WHOLE_BYTES:
+        return tensor
+    places = torch.linspace(0, tensor.numel() - 1, _SAMPLE, dtype=torch.float64).long()
+    return tensor[torch.unravel_index(places.to(tensor.device), tensor.shape)]
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def whole_shapes(
+    group: PipelineGroup, signature: Signature, values: Sequence[Value], runs: Sequence[Run]
+) -> list[Counted]:
+    """Return the shapes of a new batch from the parts of all ranks.
+
+    Raises
+    ------
+    UsageError
+        The ranks differ in it, or none was given a tensor.
+    """
+    mine = [[len(run.pieces), run.rows, run.shapes] for run in runs]
+    whole = [
+        list(v.shape) if isinstance(v, Tensor) and not signature.cut[k] else None
+        for k, v in enumerate(values)
+    ]
+    parts = [json.loads(text) for text in group.gather(json.dumps([mine, whole]), "the new shape")]
+    spread = [
+        [(rows, shapes) for count, rows, shapes in part for _ in range(count)] for part, _ in parts if part
+    ]
+    merged: list[tuple[int, list[Any]]] = [(rows, list(shapes)) for rows, shapes in spread[0]]
+    for _, shapes in parts:
+        for k, shape in enumerate(shapes):
+            for _, into in merged:
+                into[k] = into[k] or shape
+    for part in spread:
+        if [rows for rows, _ in part] != [rows for rows, _ in merged]:
+            raise UsageError("the ranks cut the batch into different microbatches", fix="cut it alike on all")
+        for (_, into), (_, shapes) in zip(merged, part, strict=True):
+            for k, shape in enumerate(shapes):
+                if into[k] is not None and shape is not None and into[k] != shape:
+                    raise _other_shape(signature.names[k], into[k], shape)
+                into[k] = into[k] if shape is None else shape
+    counted: list[Counted] = []
+    for rows, shapes in merged:
+        if None in shapes:
+            raise UsageError(
+                "no rank was given a tensor of the batch", where=signature.names[shapes.index(None)]
+            )
+        key: Shapes = tuple(tuple(shape) for shape in shapes)
+        if counted and counted[-1][1:] == (rows, key):
+            counted[-1] = (counted[-1][0] + 1, rows, key)
+        else:
+            counted.append((1, rows, key))
+    return counted
+
+
+def regrouped(
+    signature: Signature, values: Sequence[Value], runs: Sequence[Run], wanted: Sequence[Counted]
+) -> list[Run]:
+    """Return this rank's microbatches as runs of the forms that rank 0 has told.
+
+    Parameters
+    ----------
+    signature, values, runs
+        This rank's part; no runs if it has no tensor that is cut.
+    wanted
+        Per form the number of microbatches, rows of each, and shapes.
+
+    Raises
+    ------
+    UsageError
+        This rank's tensors have other shapes.
+    """
+    pieces: list[Sequence[Tensor | None]] = [piece for run in runs for piece in run.pieces]
+    if not pieces:
+        kept = [value if isinstance(value, Tensor) else None for value in values]
+        pieces = [kept] * sum(count for count, _, _ in wanted)
+    if len(pieces) != sum(count for count, _, _ in wanted):
+        raise UsageError(
+            "the ranks cut the batch into different microbatches",
+            needed=f"{sum(count for count, _, _ in wanted)}, as on rank 0",
+            given=len(pieces),
+        )
+    result, start = [], 0
+    for count, rows, shapes in wanted:
+        run = Run(rows, pieces[start : start + count])
+        for piece in run.pieces:
+            for k, (tensor, shape) in enumerate(zip(piece, shapes, strict=True)):
+                if tensor is not None and tuple(tensor.shape) != shape:
+                    raise _other_shape(signature.names[k], shape, tuple(tensor.shape))
+        result.append(run)
+        start += count
+    return result
+
+
+def _other_shape(name: str, needed: object, given: object) -> UsageError:
+    return UsageError(
+        "the batch has another shape than on rank 0",
+        where=name,
+        needed=f"{needed} per microbatch",
+        given=given,
+        fix="give all ranks the same batch, or rank 0 the whole of it",
+    )
+
+
+def examples(run: Run, shapes: Shapes, known: Sequence[Tensor]) -> Run:
+    """Return a run with every tensor: those that this rank lacks are repeated from a known microbatch."""
+    tiles = [
+        _tiled(tensor, shape or ()) if any(piece[k] is None for piece in run.pieces) else None
+        for k, (tensor, shape) in enumerate(zip(known, shapes, strict=True))
+    ]
+    return Run(
+        run.rows,
+        [[b if a is None else a for a, b in zip(piece, tiles, strict=True)] for piece in run.pieces],
+    )
+
+
+def _tiled(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    for dim, size in enumerate(shape):
+        places = torch.arange(size, device=tensor.device) % tensor.shape[dim]
+        tensor = tensor.index_select(dim, places)
+    return tensor
+
+
+def share_values(group: PipelineGroup, source: int, values: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """Return the small tensors of rank ``source`` on every rank.
+
+    Parameters
+    ----------
+    group
+        The ranks, which all come here.
+    source
+        Who has the values; the others give None.
+    values
+        By name.
+    """
+    text = None
+    if values is not None:
+        rows = [
+            [name, list(v.shape), str(v.dtype).removeprefix("torch."), base64.b64encode(_bytes(v)).decode()]
+            for name, v in values.items()
+        ]
+        text = json.dumps(rows)
+    told = json.loads(group.announce(text, "the losses of the step", source))
+    if values is not None:
+        return dict(values)
+    return {
+        name: torch.frombuffer(bytearray(base64.b64decode(data)), dtype=getattr(torch, dtype)).reshape(shape)
+        if data
+        else torch.empty(shape, dtype=getattr(torch, dtype))
+        for name, shape, dtype, data in told
+    }
