@@ -97,6 +97,14 @@ def test_a_batch_cut_by_the_user_counts_by_rows_and_keeps_its_order() -> None:
     plain(reference, cut(x[:8], y[:8], 2))
     same_state(model, reference)
 
+    example = {"example_args": (Microbatches(x.split(3)),), "example_target": Microbatches(y.split(3))}
+    with pytest.raises(UsageError, match=r"another number of microbatches(?s:.)*4, as asked for; given: 3"):
+        compiled(model_of(), **example)
+    whole = zbcompile.compile(model := model_of(), 2, loss_fn=loss_of, time_limit=0.3, **example)
+    whole.step(x, target=y)
+    plain(reference := model_of(), cut(x, y, 3))
+    same_state(model, reference)
+
 
 def test_a_loss_that_is_a_sum_adds_up_whatever_the_sizes_are() -> None:
     def summed(logits: Tensor, target: Tensor) -> Tensor:

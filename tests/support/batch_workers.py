@@ -62,7 +62,8 @@ def compiled() -> zbcompile.Pipeline:
     first = batch(8, 5, 99)
     return zbcompile.compile(
         Masked(), NUM_RANKS, example_args=(first["x"], first["mask"]), example_target=first["y"],
-        loss_fn=loss_of, num_microbatches=4, profile=even_profile(), time_limit=0.3, stall_limit=20.0,
+        loss_fn=loss_of, num_microbatches=4, split_points=["layers.0", "layers.1", "layers.2"],
+        profile=even_profile(), time_limit=0.3, stall_limit=20.0,
     )  # fmt: skip
 
 
@@ -88,6 +89,7 @@ def run(rank: int) -> dict[str, Any]:
     pipeline = compiled()
     with pipeline:
         found = trained(pipeline, rank)
+        found["evaluated"] = [_evaluated(pipeline, rank, rows) for rows in (8, 6)]
         found["refused"] = [_refused(pipeline, case, rank) for case in range(len(CASES))]
         good = batch(8, 5, 0)
         found["after"] = [float(loss) for loss in step(pipeline, dict(good), share_losses=True)]
@@ -123,18 +125,29 @@ def _cut_otherwise(given: dict[str, Any], rank: int) -> None:
         given.update(x=None, mask=Microbatches(given["mask"].split(4)), y=Microbatches(given["y"].split(4)))
 
 
-CASES: Sequence[tuple[Any, int, str]] = (
-    (_other_values, 3, "the batch differs from that of rank 0 (target)"),
-    (_other_shape, 3, "the ranks cut the batch into different microbatches"),
-    (_nothing_on_rank_0, 0, "rank 0 tells the others the shape of the batch"),
+def _evaluated(pipeline: zbcompile.Pipeline, rank: int, odd: int) -> str:
+    """Evaluate a batch that has 8 rows on all ranks but the last one, and other values there."""
+    given = batch(odd if rank == 3 else 8, 5, rank // 3)
+    try:
+        pipeline.eval(given["x"], given["mask"])
+        pipeline.synchronize()
+    except ZBCompileError as error:
+        return str(error)
+    return "ran"
+
+
+CASES: Sequence[tuple[Any, set[int], str]] = (
+    (_other_values, {3}, "the batch differs from that of rank 0 (target)"),
+    (_other_shape, {3}, "the ranks cut the batch into different microbatches"),
+    (_nothing_on_rank_0, {0}, "rank 0 tells the others the shape of the batch"),
     (
         _target_missing,
-        3,
+        {3},
         "stage 3 runs on this rank and takes a tensor that it was not given (rank 3, target)",
     ),
-    (_cut_otherwise, 1, "the ranks cut the batch into different microbatches"),
+    (_cut_otherwise, {1, 2, 3}, "the ranks cut the batch into different microbatches"),
 )
-"""What makes a batch wrong, the rank that says so, and its words."""
+"""What makes a batch wrong, the ranks that see it, and their words."""
 
 
 def _refused(pipeline: zbcompile.Pipeline, case: int, rank: int) -> str:

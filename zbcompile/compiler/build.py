@@ -1,21 +1,23 @@
 """The spine: from what `zbcompile.compile` was asked for to something that runs.
 
-Read `build` from top to bottom. An observer is called after each step, before the next begins, with the
-step's name and artifact; ``ZBCOMPILE_DUMP=directory`` writes every artifact as text (`compiler.dump`).
+Read `build` from top to bottom, then `forms.first_form`. An observer is called after each step, before the
+next begins, with the step's name and artifact; ``ZBCOMPILE_DUMP=directory`` writes every artifact as text
+(`compiler.dump`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from zbcompile.compiler.call import Batch
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.forms import first_form
 from zbcompile.compiler.observe import Observer, quiet
-from zbcompile.compiler.signature import CallForm, Signature, largest_divisor
+from zbcompile.compiler.signature import CallForm, Signature, Value, largest_divisor
 from zbcompile.errors import UsageError
 from zbcompile.options import CompileOptions
+from zbcompile.passes.capture.nested_values import Microbatches
 from zbcompile.runtime.group import PipelineGroup
 
 __all__ = ["build"]
@@ -43,8 +45,9 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
         num_ranks = _num_ranks(options, group)
         signature = Signature(batch, options)
         values = signature.values(batch)
-        rows = _rows(options, signature, num_ranks)
-        call = CallForm(signature, signature.runs(values, signature.lengths(values, rows))[0])
+        lengths = signature.lengths(values, _rows(options, signature, values, num_ranks))
+        _check_count(options, len(lengths))
+        call = CallForm(signature, signature.runs(values, lengths)[0])
 
         # 2. The first form: graphs, order, programs, loaded.
         form = first_form(options, group, num_ranks, call, values, observer)
@@ -79,8 +82,20 @@ def _num_ranks(options: CompileOptions, group: PipelineGroup | None) -> int:
     return group.size
 
 
-def _rows(options: CompileOptions, signature: Signature, num_ranks: int) -> int:
-    """Return the rows of a microbatch, where the user has not cut the batch.
+def _check_count(options: CompileOptions, given: int) -> None:
+    """Refuse a batch that the user has cut into another number of microbatches than asked for."""
+    count = options.num_microbatches if options.schedule is None else options.schedule.num_microbatches
+    if count is not None and given != count:
+        raise UsageError(
+            "the batch is cut into another number of microbatches than was asked for",
+            needed=f"{count}, as asked for",
+            given=given,
+            fix="leave num_microbatches out, or cut the batch accordingly",
+        )
+
+
+def _rows(options: CompileOptions, signature: Signature, values: Sequence[Value], num_ranks: int) -> int:
+    """Return the rows of a microbatch; not read where the user has cut the batch.
 
     Their number is the schedule's, the one asked for, or the largest divisor up to twice the ranks.
 
@@ -92,6 +107,8 @@ def _rows(options: CompileOptions, signature: Signature, num_ranks: int) -> int:
     size = signature.size
     if size == 0:
         raise UsageError("the batch is empty", fix="leave the call out")
+    if any(isinstance(value, Microbatches) for value in values):
+        return size
     count = options.num_microbatches if options.schedule is None else options.schedule.num_microbatches
     if count is None:
         return size // largest_divisor(size, 2 * num_ranks)

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from zbcompile.errors import UsageError
-from zbcompile.passes.capture.nested_values import Spec, flatten
+from zbcompile.passes.capture.nested_values import Microbatches, Spec, flatten
 
-__all__ = ["Batch", "check_named", "constant_values", "name_of", "named", "places_of"]
+__all__ = ["Batch", "check_named", "constant_values", "name_of", "named", "pieces_of", "places_of"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,16 @@ def constant_values(constant: Sequence[str | int], model: nn.Module, batch: Batc
         return []
     tensors, spec = batch.flat()
     places = places_of(constant, model, batch)
-    return [t.tolist() for t, p in zip(tensors, spec.paths(), strict=True) if named(name_of(p), places)]
+    return [
+        [piece.tolist() for piece in pieces_of(tensor)]
+        for tensor, path in zip(tensors, spec.paths(), strict=True)
+        if named(name_of(path), places)
+    ]
+
+
+def pieces_of(value: Tensor | Microbatches) -> tuple[Tensor, ...]:
+    """Return the microbatches that the user has cut, or the one tensor."""
+    return value.pieces if isinstance(value, Microbatches) else (value,)
 
 
 def name_of(path: str) -> str:

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zbcompile.compiler.call import Batch, constant_values
+from zbcompile.compiler.call import Batch, constant_values, name_of
 from zbcompile.compiler.evaluation import Evaluation
 from zbcompile.compiler.forms import MAX_FORMS, TrainingForm, form_name, further_form
 from zbcompile.compiler.load import join_metrics, join_results, losses_of, make_reader
 from zbcompile.compiler.lower import LoweredPlan
 from zbcompile.compiler.model_guard import ModeGuard, ModelGuard, refuse_inputs_with_gradients
-from zbcompile.compiler.sharing import examples, regrouped, share_values, tell, whole_shapes
-from zbcompile.compiler.signature import CallForm, Counted, Run
+from zbcompile.compiler.sharing import examples, regrouped, share_values, tell, tell_evaluation, whole_shapes
+from zbcompile.compiler.signature import CallForm, Counted, Run, described
 from zbcompile.errors import UsageError
 from zbcompile.formats.measured_json import Measured
 from zbcompile.options import CompileOptions
@@ -317,8 +317,10 @@ class CompiledPipeline:
         tensors, spec = batch.flat()
         modes = tuple(torch_private.ambient_autocast())
         constants = constant_values(self.options.constant, self.options.model, batch)
-        form = repr((*((tuple(t.shape), t.dtype) for t in tensors), tuple(spec.paths()), modes, constants))
+        form = repr((*map(described, tensors), tuple(spec.paths()), modes, constants))
         key = hashlib.sha256(form.encode()).hexdigest()
+        if self.group is not None:
+            tell_evaluation(self.group, key, [name_of(path) for path in spec.paths()], tensors)
         found = self._evaluations.pop(key, None)
         if found is None:
             found = Evaluation(self.options, self.group, self.plan, self.staged.stages, batch)

@@ -121,6 +121,7 @@ def first_form(
 
     ``capture -> fold_constant_masks -> partition -> split_backward -> verify``, then as `_planned`.
     """
+    _check_number(options, call)
     staged = _stages(options, call, observer=observer)
     if options.verify is not False and cheap_to_verify(options.model):
         check_batch_dimension(options.model, call.signature, batch, call.num_microbatches, options.joined_dim)

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from zbcompile.compiler.call import pieces_of
 from zbcompile.compiler.forward_names import ForwardNames
 from zbcompile.compiler.signature import Value
 from zbcompile.errors import UsageError
 from zbcompile.passes import torch_private
-from zbcompile.passes.capture.nested_values import Microbatches
 from zbcompile.passes.capture.with_loss import loss_module
 
 __all__ = ["ModeGuard", "ModelGuard", "refuse_inputs_with_gradients"]
@@ -192,8 +192,7 @@ class ModeGuard:
 def refuse_inputs_with_gradients(names: Sequence[str], values: Sequence[Value]) -> None:
     """Refuse tensors that require a gradient: a step gives none to its inputs."""
     for name, value in zip(names, values, strict=True):
-        pieces = value.pieces if isinstance(value, Microbatches) else (value,)
-        if any(piece is not None and piece.requires_grad for piece in pieces):
+        if value is not None and any(piece.requires_grad for piece in pieces_of(value)):
             raise UsageError(
                 "an input of step() requires a gradient, and a step gives none to its inputs",
                 where=name,

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbcompile.compiler.call import pieces_of
 from zbcompile.compiler.signature import Counted, Run, Shapes, Signature, Value
 from zbcompile.errors import UsageError
 from zbcompile.passes.capture.nested_values import Microbatches
 from zbcompile.runtime.group import PipelineGroup
 
-__all__ = ["Told", "examples", "regrouped", "share_values", "tell", "whole_shapes"]
+__all__ = ["Told", "examples", "regrouped", "share_values", "tell", "tell_evaluation", "whole_shapes"]
 
 _WHOLE_BYTES = 1 << 20
 """Tensors up to this size are hashed whole, of larger ones a sample of as many entries."""
@@ -74,7 +75,44 @@ def tell(
     hashes = [None if value is None else _hash(value) for value in values]
     mine = json.dumps([list(forms), hashes, shares]) if group.rank == 0 else None
     names, theirs, shared = json.loads(group.announce(mine, "the step"))
-    for name, own, other in zip(signature.names, hashes, theirs, strict=True):
+    _compare(signature.names, hashes, theirs)
+    if shared != shares:
+        raise UsageError("the ranks differ in share_losses", needed=f"{shared}, as on rank 0", given=shares)
+    return Told(tuple(names), tuple(theirs), shared)
+
+
+def tell_evaluation(group: PipelineGroup, form: str, names: Sequence[str], values: Sequence[Value]) -> None:
+    """Compare the batch of an evaluation, which every rank has, with rank 0's.
+
+    Parameters
+    ----------
+    group
+        The ranks, which all come here.
+    form
+        A hash of everything but the values of the tensors.
+    names, values
+        The tensors.
+
+    Raises
+    ------
+    UsageError
+        It differs.
+    """
+    hashes = [None if value is None else _hash(value) for value in values]
+    mine = json.dumps([form, hashes]) if group.rank == 0 else None
+    wanted, theirs = json.loads(group.announce(mine, "the evaluation"))
+    if len(theirs) == len(hashes):
+        _compare(names, hashes, theirs)
+    if wanted != form:
+        raise UsageError(
+            "the batch to evaluate has another form than that of rank 0",
+            fix="give all ranks the same arguments, under the same autocast",
+        )
+
+
+def _compare(names: Sequence[str], hashes: Sequence[str | None], theirs: Sequence[str | None]) -> None:
+    """Refuse a tensor that differs from rank 0's, where both have it."""
+    for name, own, other in zip(names, hashes, theirs, strict=True):
         if own is not None and other is not None and own != other:
             raise UsageError(
                 "the batch differs from that of rank 0",
@@ -83,15 +121,12 @@ def tell(
                 given=own,
                 fix="give all ranks the same batch, or each rank only what its stages take",
             )
-    if shared != shares:
-        raise UsageError("the ranks differ in share_losses", needed=f"{shared}, as on rank 0", given=shares)
-    return Told(tuple(names), tuple(theirs), shared)
 
 
 def _hash(value: Tensor | Microbatches) -> str:
     """Return shapes and a hash of the values of a tensor, of a sample of them where it is large."""
     digest = hashlib.blake2b(digest_size=8)
-    pieces = value.pieces if isinstance(value, Microbatches) else (value,)
+    pieces = pieces_of(value)
     for piece in pieces:
         digest.update(_bytes(_sample(piece.detach())))
     shapes = ", ".join(str(list(piece.shape)) for piece in pieces)

@@ -16,12 +16,12 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from zbcompile.compiler.call import Batch, check_named, name_of, named, places_of
+from zbcompile.compiler.call import Batch, check_named, name_of, named, pieces_of, places_of
 from zbcompile.errors import ShapeError, UsageError
 from zbcompile.options import BatchDim, CompileOptions
 from zbcompile.passes.capture.nested_values import Microbatches, Spec, unflatten
 
-__all__ = ["CallForm", "Counted", "Run", "Shapes", "Signature", "Value", "largest_divisor"]
+__all__ = ["CallForm", "Counted", "Run", "Shapes", "Signature", "Value", "described", "largest_divisor"]
 
 Value = Tensor | Microbatches | None
 """One tensor of a call; None: this process does not have it."""
@@ -103,7 +103,7 @@ class Signature:
         places = places_of(options.constant, options.model, batch)
         self.constant = frozenset(k for k, name in enumerate(self.names) if named(name, places))
         self._kinds = tuple((value.dtype, value.dim()) for value in values)
-        self._given = tuple(map(_described, values))
+        self._given = tuple(map(described, values))
 
     def _size(self, values: Sequence[Value], dims: dict[int, int | None], default: int) -> int:
         """Return the rows of the example: of the first tensor that has the batch dimension."""
@@ -133,7 +133,7 @@ class Signature:
                     "a tensor lacks its batch dimension",
                     where=self.names[k],
                     needed=f"dimension {dim}",
-                    given=_described(value),
+                    given=described(value),
                 )
             return None
         dim %= value.dim()
@@ -190,14 +190,14 @@ class Signature:
             "a tensor differs from the one compiled for",
             where=self.names[k],
             needed=self._given[k],
-            given=_described(value),
+            given=described(value),
             fix="give batches of one shape, or compile another pipeline for this one",
         )
 
     def first_difference(self, values: Sequence[Value]) -> int | None:
         """Return the first tensor whose shape is not the example's, or None."""
         for k, value in enumerate(values):
-            if value is not None and _described(value) != self._given[k]:
+            if value is not None and described(value) != self._given[k]:
                 return k
         return None
 
@@ -382,8 +382,7 @@ def _asked(
 
 
 def _rows(value: Tensor | Microbatches, dim: int) -> int:
-    pieces = value.pieces if isinstance(value, Microbatches) else (value,)
-    return sum(piece.shape[dim] for piece in pieces)
+    return sum(piece.shape[dim] for piece in pieces_of(value))
 
 
 def _other_size(name: str, needed: int, given: int) -> UsageError:
@@ -405,7 +404,8 @@ def _present(tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def _described(value: Value) -> str:
+def described(value: Value) -> str:
+    """Return shape and dtype of a tensor, or of the microbatches that it is cut into."""
     if isinstance(value, Microbatches):
         return f"microbatches {[list(piece.shape) for piece in value.pieces]} {value.dtype}"
     return "nothing" if value is None else f"{list(value.shape)} {value.dtype}"
