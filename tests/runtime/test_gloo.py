@@ -204,7 +204,7 @@ def test_a_wrong_shape_on_one_rank_ends_all_before_their_next_message() -> None:
     for outcome in outcomes:
         assert outcome.exit_code == 1
         assert outcome.error is not None
-        wanted = "ShapeError" if outcome.rank == 1 else "PipelineError: rank 1 refused step 1"
+        wanted = "UsageError" if outcome.rank == 1 else "PipelineError: rank 1 refused step 1"
         assert wanted in outcome.error
         assert "[8, 4]" in outcome.error
 

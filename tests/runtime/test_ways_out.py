@@ -138,7 +138,7 @@ def test_a_batch_that_all_refuse_does_not_end_the_pipeline(played: Found) -> Non
     records = of(played, "refused by all")
     for record in records:
         assert [s.kind for s in record["first"]] == ["UsageError"]
-        assert "a batch of 13" in record["first"][0].text
+        assert "differ in their rows" in record["first"][0].text
         assert record["gradients before"] == 0
         assert record["number"] == 1
         assert record["after"].kind == ""
@@ -272,8 +272,8 @@ def test_in_one_process_a_failed_step_leaves_nothing_and_the_next_one_runs() -> 
     pipeline = make_pipeline(example_args=(x,), example_target=y, num_ranks=RANKS)
     before = {n: t.clone() for n, t in pipeline._ready().reader.read().items()}
     losses: list[torch.Tensor] = []
-    with pytest.raises(UsageError, match="a batch of 13"):
-        pipeline.step(x[:13], target=y[:13])
+    with pytest.raises(UsageError, match="differ in their rows"):
+        pipeline.step(x[:13], target=y)
     stage = pipeline._ready().spec.stages[3]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(stage), "run_full_backward", _fails)

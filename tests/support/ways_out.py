@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.support.gloo_workers import even_profile, one_f_one_b
-from zbcompile.compiler import build as build_module
 from zbcompile.compiler import compiled as compiled_module
 from zbcompile.compiler import evaluation as evaluation_module
+from zbcompile.compiler import forms as forms_module
 from zbcompile.compiler import lower as lower_module
 from zbcompile.compiler import planning as planning_module
 from zbcompile.compiler import stages as stages_module
@@ -126,8 +126,8 @@ class Scene:
         return self.built.reader.read()
 
     def step(self, seed: int = 1, rows: int = 16) -> Seen:
-        x, y = batch(seed, rows)
-        return attempt(lambda: self.pipeline.step(x, target=y))
+        x, y = batch(seed)
+        return attempt(lambda: self.pipeline.step(x[:rows], target=y))
 
     def eval(self, seed: int = 1, rows: int = 16) -> Seen:
         return attempt(lambda: self.pipeline.eval(batch(seed, rows)[0]))
@@ -463,6 +463,9 @@ def otherwise() -> dict[str, Any]:
         "scale_grads": False,
         "whole": ("nothing",),
         "constant": (0,),
+        "batch_dim": {0: 0},
+        "result_dim": 0,
+        "other_shapes": "refuse",
         "stall_limit": LIMIT_S + 1,
     }
 
@@ -470,7 +473,7 @@ def otherwise() -> dict[str, Any]:
 def options_differ(rank: int) -> dict[str, Seen]:
     """Ask for something else on rank 2 alone, option by option."""
     x, y = batch()
-    staged = build_module.build_stages(
+    staged = forms_module.build_stages(
         make_model(), RANKS, (x[:4],), target=y[:4], loss_fn=nn.functional.mse_loss, verify=False
     )
     found = {}
@@ -480,6 +483,6 @@ def options_differ(rank: int) -> dict[str, Seen]:
         def build(options: dict[str, Any] = options) -> None:
             make_pipeline(example_args=(x,), example_target=y, **options)
 
-        with mock.patch.object(build_module, "build_stages", return_value=staged):
+        with mock.patch.object(forms_module, "build_stages", return_value=staged):
             found[name] = attempt(build)
     return found

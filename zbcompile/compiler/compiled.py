@@ -100,6 +100,7 @@ class CompiledPipeline:
         if group is not None:
             group.calls.own_state = self._own_state
             group.calls.on_settled = self._follow_others
+        self.runner.connect()
 
     @property
     def staged(self) -> StagedModel:

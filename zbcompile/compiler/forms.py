@@ -87,10 +87,9 @@ class TrainingForm:
         self.run_on(group)
 
     def run_on(self, group: PipelineGroup | None) -> None:
-        """Run on the ranks of a group from now on, which come here together, or all ranks in this process."""
+        """Run on the ranks of a group from now on, or all ranks in this process. The runner connects later."""
         starts = planned_starts(self.plan.comm, self.plan.problem)
         self.runner = make_runner(group, self.spec, self.programs, starts)
-        self.runner.connect()
 
     @property
     def name(self) -> str:
@@ -166,8 +165,9 @@ def further_form(
         num_microbatches=None,
         time_limit_s=min(options.time_limit_s, _AT_ONCE_S),
     )
-    num_ranks = first.plan.schedule.num_ranks
-    return _planned(quick, group, num_ranks, call, staged, quiet)
+    form = _planned(quick, group, first.plan.schedule.num_ranks, call, staged, quiet)
+    form.runner.connect()
+    return form
 
 
 def _check_number(options: CompileOptions, call: CallForm) -> None:
