@@ -23,7 +23,7 @@ from zbcompile.options import CompileOptions
 from zbcompile.passes import torch_private
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.split.staged_model import StagedModel
-from zbcompile.runtime.gradients import divided, hand_over, parameters_of
+from zbcompile.runtime.gradients import divided, hand_over, parameters_of, run_hooks
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.kept_buffers import KeptBuffers
 from zbcompile.runtime.randomness import draws_random_numbers
@@ -128,6 +128,7 @@ class CompiledPipeline:
         hand_over(gradients)
         self._kept.release()
         self.step_number += 1
+        run_hooks(parameter for parameter, _ in gradients)
 
     def run_eval(self, batch: Batch) -> StepResult:
         """Run forward only; the first call with a shape captures the model in evaluation mode."""

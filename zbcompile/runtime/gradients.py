@@ -6,13 +6,15 @@ hold nothing. So the sums have the bits of a loop over the microbatches that cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from zbcompile.errors import ShapeError
+from zbcompile.runtime.torch_private import accumulate_hooks
 
-__all__ = ["GradientSums", "divided", "hand_over", "parameters_of", "tied_holders"]
+__all__ = ["GradientSums", "divided", "hand_over", "parameters_of", "run_hooks", "tied_holders"]
 
 
 class GradientSums:
@@ -117,6 +119,17 @@ def hand_over(gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
             parameter.grad = gradient
         else:
             parameter.grad.add_(gradient)
+
+
+def run_hooks(parameters: Iterable[nn.Parameter]) -> None:
+    """Call the hooks that want to know of a gradient that was handed over, as autograd does: no gradients on.
+
+    Autograd calls them after every backward, that is per microbatch; a step calls them once.
+    """
+    with torch.no_grad():
+        for parameter in parameters:
+            for hook in accumulate_hooks(parameter):
+                hook(parameter)
 
 
 def parameters_of(state: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import cast
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 
-__all__ = ["copy_all", "new_group", "own_store", "profiler_enabled"]
+__all__ = ["accumulate_hooks", "copy_all", "new_group", "own_store", "profiler_enabled"]
 
 
 def new_group(name: str, ranks: list[int], timeout: timedelta, backend: str) -> ProcessGroup:
@@ -28,6 +29,12 @@ def new_group(name: str, ranks: list[int], timeout: timedelta, backend: str) -> 
     finally:
         module._process_group_name = given
     return cast(ProcessGroup, group)
+
+
+def accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
+    """Return what was registered with ``register_post_accumulate_grad_hook``, in order."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else []
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
