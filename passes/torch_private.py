@@ -44,6 +44,8 @@ __all__ = [
     "ambient_autocast",
     "any_gradient_hooks",
     "as_fake",
+    "as_plain_tensors",
+    "as_subclass",
     "assert_later",
     "assigned_buffers",
     "backward_hooks",
@@ -148,6 +150,16 @@ def as_fake(
     if isinstance(value, torch.nn.Parameter):
         return nn.Parameter(fake, requires_grad=requires_grad)
     return fake.requires_grad_(requires_grad)
+
+
+def as_subclass(data: Tensor, kind: type[Tensor], requires_grad: bool) -> Tensor:
+    """Return a tensor of another class on the memory of ``data``, made without a call that the class sees."""
+    return Tensor._make_subclass(kind, data, requires_grad)
+
+
+def as_plain_tensors() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which a class of tensors does not see what is called with them."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def joint_graph(module: nn.Module, arguments: list[Tensor]) -> JointGraph:
@@ -396,7 +408,8 @@ def parameter_kind(parameter: Tensor) -> str:
     """Return the name of a tensor subclass that cannot be captured, or an empty string."""
     if isinstance(parameter, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
         return "lazy parameter"
-    data = parameter.data
+    with as_plain_tensors():
+        data = parameter.data
     return "" if type(data) is Tensor or isinstance(data, FakeTensor) else type(data).__name__
 
 

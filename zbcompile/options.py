@@ -74,6 +74,7 @@ class CompileOptions:
     whole: tuple[str | int, ...] = ()
     constant: tuple[str | int, ...] = ()
     stall_limit_s: float = 300.0
+    free_model: bool = False
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages)

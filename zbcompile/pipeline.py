@@ -74,6 +74,7 @@ def compile(
     whole: Sequence[str | int] = (),
     constant: Sequence[str | int] = (),
     stall_limit: float = 300.0,
+    free_model: bool = False,
     observer: Observer | None = None,
 ) -> Pipeline:
     """Cut a model into stages, find the best order of their work, and make it runnable.
@@ -81,7 +82,7 @@ def compile(
     Parameters
     ----------
     model
-        Any ``nn.Module``. It is not changed; its own parameters are trained.
+        Any ``nn.Module``. It is not changed (but see ``free_model``); its own parameters are trained.
     num_stages
         Number of pieces. A rank may run several.
     example_args, example_kwargs, example_target
@@ -128,6 +129,10 @@ def compile(
         them; a step with other values is refused.
     stall_limit
         Seconds after which a rank that waits is reported and the step ended on all ranks.
+    free_model
+        Take the parameters and buffers of other ranks' stages out of this process's ``model`` once it is
+        compiled; a later use of them raises `UsageError` with their name. Make the optimizer afterwards.
+        Only with one process per rank.
     observer
         Called after every step of the compiler, before the next begins, with the step's name and what it
         made. ``ZBCOMPILE_DUMP=directory`` writes these to files.
@@ -171,6 +176,7 @@ def compile(
         whole=argument_places("whole", whole),
         constant=argument_places("constant", constant),
         stall_limit_s=stall_limit,
+        free_model=free_model,
     )
     pipeline = Pipeline(options, observer or observer_from_environment())
     if example_args is not None or example_kwargs is not None:

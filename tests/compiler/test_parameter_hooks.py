@@ -8,19 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import zbcompile
-from tests.support.life_workers import Chain, optimizer_per_parameter, plain_steps, rows
-
-MSE = nn.functional.mse_loss
-
-
-def compiled(model: nn.Module) -> zbcompile.Pipeline:
-    x, y = rows()
-    return zbcompile.compile(
-        model, 2, example_args=(x,), example_target=y, loss_fn=MSE, num_microbatches=4, time_limit=0.3
-    )
+from tests.support.life_workers import Chain, compiled, optimizer_per_parameter, plain_steps, rows
 
 
 def test_hooks_of_before_and_after_compile_run_once_a_step_on_whole_gradients() -> None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+
+import zbcompile
+from zbcompile.errors import UsageError
 
 MSE = nn.functional.mse_loss
 NUM_MICROBATCHES = 4
@@ -17,6 +24,8 @@ class Chain(nn.Module):
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
+        self.register_buffer("depth", torch.tensor(2))
+        self.register_buffer("scale", torch.ones(8))
         torch.manual_seed(0)
         self.table = nn.Linear(8, 8)
         self.middle, self.more = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -25,8 +34,26 @@ class Chain(nn.Module):
             self.last.weight = self.table.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.middle(torch.tanh(self.table(x))))
-        return self.last(torch.tanh(self.more(x)))
+        x = torch.tanh(self.middle(torch.tanh(self.table(x * self.depth))))
+        if int(self.depth) > 1:  # type: ignore[arg-type]
+            x = x * self.scale
+        result: Tensor = self.last(torch.tanh(self.more(x)))
+        return result
+
+
+def compiled(model: nn.Module, num_stages: int = 2, **options: Any) -> zbcompile.Pipeline:
+    """Compile a model for `rows`."""
+    x, y = rows()
+    return zbcompile.compile(
+        model,
+        num_stages,
+        example_args=(x,),
+        example_target=y,
+        loss_fn=MSE,
+        num_microbatches=NUM_MICROBATCHES,
+        time_limit=0.3,
+        **options,
+    )
 
 
 def rows() -> tuple[Tensor, Tensor]:
@@ -47,6 +74,12 @@ def optimizer_per_parameter(parameters: Iterable[nn.Parameter]) -> None:
         parameter.register_post_accumulate_grad_hook(hook)
 
 
+def note_hooks(model: nn.Module, calls: list[str]) -> None:
+    """Let every parameter's hook note its name."""
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda held, name=name: calls.append(name))
+
+
 def plain_backward(model: nn.Module, loss_scale: float = 1.0) -> None:
     """Do what a step does, by autograd."""
     x, y = rows()
@@ -64,3 +97,41 @@ def plain_steps(model: nn.Module, steps: int) -> None:
         optimizer.zero_grad()
         plain_backward(model)
         optimizer.step()
+
+
+def freed(rank: int) -> dict[str, Any]:
+    """Compile with ``free_model``, train in hooks, evaluate, and use what is gone."""
+    model = Chain(tied=True)
+    kept = {name: (weakref.ref(p), id(p)) for name, p in model.named_parameters()}
+    calls: list[str] = []
+    note_hooks(model, calls)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        pipeline = compiled(model, 4, free_model=True)
+    optimizer_per_parameter(pipeline.parameters())
+    own = dict(pipeline.named_parameters())
+    assert {name for name, (ref, _) in kept.items() if ref() is not None} == own.keys()
+    assert all(id(p) == kept[name][1] for name, p in own.items())
+    x, y = rows()
+    before = pipeline.eval(x)
+    for _ in range(2):
+        pipeline.step(x, target=y)
+    assert sorted(calls) == sorted(2 * list(own))
+    uses: dict[str, Callable[[], object]] = {
+        "state_dict": model.state_dict,
+        "forward": lambda: model(x),
+        "optimizer": lambda: torch.optim.AdamW(model.parameters()),
+        "deepcopy": lambda: copy.deepcopy(model),
+        "vector": lambda: nn.utils.parameters_to_vector(model.parameters()),
+    }
+    for use in uses.values():
+        with pytest.raises(UsageError, match=r"another rank.*\((table|middle|more|last|scale)"):
+            use()
+    result = {
+        "state": {name: tensor.clone() for name, tensor in pipeline.state_dict().items()},
+        "before": before,
+        "after": pipeline.eval(x[:4]),
+        "told": [str(w.message) for w in told if "free_model" in str(w.message)],
+    }
+    pipeline.close()
+    return result

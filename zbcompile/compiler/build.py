@@ -7,11 +7,15 @@ step's name and artifact; ``ZBCOMPILE_DUMP=directory`` writes every artifact as 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
+
+from torch import Tensor
 
 from zbcompile.compiler.batch_dimension import check_batch_dimension
 from zbcompile.compiler.call import Batch, CallForm, check_named
 from zbcompile.compiler.compiled import CompiledPipeline
+from zbcompile.compiler.free_model import free_others, require_group, warn_of_held
 from zbcompile.compiler.lower import lower
 from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.compiler.planning import (
@@ -22,6 +26,7 @@ from zbcompile.compiler.planning import (
 )
 from zbcompile.compiler.stages import build_stages
 from zbcompile.options import CompileOptions
+from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.verify.verify import cheap_to_verify
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.schedule.devices import Device
@@ -48,6 +53,8 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
     with _built_by_all(group, observer) as observer:
         if group is not None:
             group.agree(options.agreed_parts())
+        if options.free_model:
+            require_group(group)
         num_ranks = _num_ranks(options, group)
         for option, keys in (("whole", options.whole), ("constant", options.constant)):
             check_named(option, keys, options.model, batch)
@@ -92,7 +99,13 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
             group.agree({"programs": "\n".join(programs)})
 
         # 5. load
-        return CompiledPipeline(options, group, call, staged, plan, programs)
+        freed: list[weakref.ref[Tensor]] = []
+        if options.free_model and group is not None:
+            trained = with_loss(options.model, options.loss_fn)
+            staged, freed = free_others(trained, staged, plan.schedule.placement, group.rank)
+        compiled = CompiledPipeline(options, group, call, staged, plan, programs)
+        warn_of_held(freed)
+        return compiled
 
 
 @contextlib.contextmanager

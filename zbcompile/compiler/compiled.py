@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zbcompile.compiler.call import Batch, CallForm, constant_values
 from zbcompile.compiler.evaluation import Evaluation
+from zbcompile.compiler.free_model import without_tensors
 from zbcompile.compiler.load import Results, join_results, losses_of, make_reader, make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan
 from zbcompile.compiler.model_guard import ModeGuard, ModelGuard, refuse_inputs_with_gradients
@@ -72,7 +73,7 @@ class CompiledPipeline:
         plan: LoweredPlan,
         programs: tuple[str, ...],
     ) -> None:
-        self.options, self.call, self.staged = options, call, staged
+        self.options, self.call, self.staged = options, call, without_tensors(staged)
         self.plan, self.programs = plan, programs
         self.trained = with_loss(options.model, options.loss_fn)
         self.spec = PipelineSpec(
@@ -84,7 +85,8 @@ class CompiledPipeline:
             plan.comm.one_communicator,
         )
         self.reader = make_reader(self.trained, staged.stages)
-        self.stages = [Stage(s.index, s, staged.captured.state, self.trained) for s in staged.stages]
+        state = self.reader.read()
+        self.stages = [Stage(s.index, s, state, self.trained) for s in staged.stages]
         self.guard, self.mode = ModelGuard(options.model, options.loss_fn), ModeGuard()
         self.step_number = 0
         self._evaluations: dict[str, Evaluation] = {}
@@ -187,7 +189,7 @@ class CompiledPipeline:
         """Refuse another value of a buffer that Python code of the model read when it was captured."""
         for name, value in read.items():
             now = self.trained.get_buffer(name)
-            if not torch.equal(now.cpu(), value.cpu()):
+            if not now.is_meta and not torch.equal(now.cpu(), value.cpu()):
                 raise UsageError(
                     "the model's code read a buffer when it was compiled, which has another value now",
                     where=name,

@@ -1,0 +1,38 @@
+"""Life after compile(), one process per rank over gloo: against one process, and against the plain loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support import life_workers
+from tests.support.life_workers import Chain, compiled, optimizer_per_parameter, rows
+from zbcompile.errors import UsageError
+from zbcompile.runtime.launch import spawn
+
+pytestmark = pytest.mark.timeout(200)
+
+
+def test_freed_models_train_in_hooks_like_one_process_and_refuse_what_is_gone() -> None:
+    there = spawn(life_workers.freed, 4, (), timeout_s=150)
+    model, (x, y) = Chain(tied=True), rows()
+    optimizer_per_parameter(model.parameters())
+    pipeline = compiled(model, 4)
+    before = pipeline.eval(x)
+    for _ in range(2):
+        pipeline.step(x, target=y)
+    assert torch.equal(there[-1]["before"], before)
+    assert torch.equal(there[-1]["after"], pipeline.eval(x[:4]))
+    assert not any(part["told"] for part in there)
+    state = model.state_dict()
+    seen = {name for part in there for name in part["state"]}
+    assert seen == state.keys()
+    for part in there:
+        assert all(torch.equal(tensor, state[name]) for name, tensor in part["state"].items())
+
+
+def test_one_process_frees_nothing() -> None:
+    with pytest.raises(
+        UsageError, match=r"(?s)free_model=True frees the tensors of other processes.*torchrun"
+    ):
+        compiled(Chain(), free_model=True)
