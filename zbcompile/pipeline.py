@@ -22,6 +22,7 @@ from zbcompile.compiler.dump import observer_from_environment
 from zbcompile.compiler.norms import gradient_norms, total_norm
 from zbcompile.compiler.observe import Observer
 from zbcompile.compiler.planning import gradient_bytes
+from zbcompile.compiler.replan import Replan, replan
 from zbcompile.errors import UsageError
 from zbcompile.formats import profile_json
 from zbcompile.formats.detect import load_schedule
@@ -344,6 +345,39 @@ class Pipeline(Sequence[Stage]):
         """
         self._refuse_if_closed()
         return self._ready().timeline()
+
+    def replan(self, threshold: float = 0.02, time_limit: float | None = None) -> Replan:
+        """Plan again with the costs that the last step measured, and run the new order if it gains enough.
+
+        Durations of every stage and, with one process per rank, times of every link are those of the last
+        step. Placement, caps and objective stay, and with them parameters and the optimizer's state. Every
+        rank calls it, between two steps; rank 0 plans for all. `certificate`, `profile` and `schedule` then
+        speak of the new order. Gradients keep their bits.
+
+        Parameters
+        ----------
+        threshold
+            The part by which the predicted span (or makespan) must become shorter; below it nothing changes.
+        time_limit
+            Seconds for the search; default: that of `compile`.
+
+        Returns
+        -------
+        Replan
+            What the old and the new order take, and whether the new one runs now.
+
+        Raises
+        ------
+        UsageError
+            No step has run in the present order, or the ranks give different arguments.
+        NoOrderError
+            None was found in time. The old order goes on.
+        PipelineError
+            A rank is lost.
+        """
+        self._refuse_if_closed()
+        limit = self._options.time_limit_s if time_limit is None else time_limit
+        return replan(self._ready(), threshold, limit)
 
     def synchronize(self) -> None:
         """Return when every rank has finished its steps so far; raise `PipelineError` when one has failed."""

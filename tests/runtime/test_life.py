@@ -36,3 +36,17 @@ def test_one_process_frees_nothing() -> None:
         UsageError, match=r"(?s)free_model=True frees the tensors of other processes.*torchrun"
     ):
         compiled(Chain(), free_model=True)
+
+
+def test_an_order_is_changed_on_all_ranks_between_two_steps_and_no_bit() -> None:
+    there = spawn(life_workers.replanned, 4, (), timeout_s=150)
+    model = Chain()
+    life_workers.plain_steps(model, 4)
+    state = model.state_dict()
+    assert {name for part in there for name in part["state"]} == state.keys()
+    for part in there:
+        assert all(torch.equal(tensor, state[name]) for name, tensor in part["state"].items())
+        assert part["taken"] == there[0]["taken"]
+        assert part["links"] == there[0]["links"] != ()
+    first, last = there[-1]["evaluated"]
+    assert not torch.equal(first, last)

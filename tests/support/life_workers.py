@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import zbcompile
-from zbcompile.errors import UsageError
+from zbcompile.errors import PipelineError, UsageError
+from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
 
 MSE = nn.functional.mse_loss
 NUM_MICROBATCHES = 4
@@ -54,6 +55,19 @@ def compiled(model: nn.Module, num_stages: int = 2, **options: Any) -> zbcompile
         time_limit=0.3,
         **options,
     )
+
+
+def serial_order(num_stages: int, num_microbatches: int) -> Schedule:
+    """Return the order of a rank per stage that runs one microbatch after the other."""
+    order = [
+        [
+            Action(kind, stage, i)
+            for i in range(num_microbatches)
+            for kind in (Kind.FORWARD, Kind.FULL_BACKWARD)
+        ]
+        for stage in range(num_stages)
+    ]
+    return Schedule.of(Placement.linear(num_stages), num_microbatches, order)
 
 
 def rows() -> tuple[Tensor, Tensor]:
@@ -132,6 +146,44 @@ def freed(rank: int) -> dict[str, Any]:
         "before": before,
         "after": pipeline.eval(x[:4]),
         "told": [str(w.message) for w in told if "free_model" in str(w.message)],
+    }
+    pipeline.close()
+    return result
+
+
+def replanned(rank: int) -> dict[str, Any]:
+    """Train in a poor order, plan again between two steps, and go on with the same optimizer."""
+    model, (x, y) = Chain(), rows()
+    pipeline = compiled(model, 4, schedule=serial_order(4, NUM_MICROBATCHES))
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.1)
+    own = {name: id(p) for name, p in pipeline.named_parameters()}
+
+    def step() -> None:
+        optimizer.zero_grad()
+        pipeline.step(x, target=y)
+        optimizer.step()
+
+    step()
+    evaluated = pipeline.eval(x)
+    source = pipeline.source(rank)
+    with pytest.raises(PipelineError, match=r"ranks differ in their arguments of replan\(\)"):
+        pipeline.replan(threshold=0.1 * rank)
+    step()
+    kept = pipeline.replan(threshold=0.99, time_limit=0.3)
+    assert not kept.changed
+    assert pipeline.source(rank) == source
+    step()
+    taken = pipeline.replan(time_limit=0.3)
+    assert taken.changed, taken
+    assert pipeline.source(rank) != source
+    step()
+    assert {name: id(p) for name, p in pipeline.named_parameters()} == own
+    again = pipeline.eval(x)
+    result = {
+        "state": {name: tensor.clone() for name, tensor in pipeline.state_dict().items()},
+        "evaluated": (evaluated, again),
+        "taken": str(taken),
+        "links": pipeline.profile.links,
     }
     pipeline.close()
     return result

@@ -103,6 +103,12 @@ class CompiledPipeline:
             group.calls.on_settled = self._follow_others
         self.runner.connect()
 
+    def run_order(self, plan: LoweredPlan, programs: tuple[str, ...]) -> None:
+        """Run another order of the same stages on the same ranks from now on; all ranks come here."""
+        self.runner.close()
+        self.plan, self.programs = plan, programs
+        self.run_on(self.group)
+
     def run_step(self, batch: Batch, loss_scale: float, keep_results: bool) -> StepResult:
         """Run one step. Gradients, buffers and the step's number change together at its end, or not."""
         with self.runner.call(f"step {self.step_number}") as call:
