@@ -23,6 +23,7 @@ from zbcompile.compiler.norms import gradient_norms, total_norm
 from zbcompile.compiler.observe import Observer
 from zbcompile.compiler.planning import gradient_bytes
 from zbcompile.compiler.replan import Replan, replan
+from zbcompile.compiler.scaler import PipelineScaler
 from zbcompile.errors import UsageError
 from zbcompile.formats import profile_json
 from zbcompile.formats.detect import load_schedule
@@ -38,6 +39,7 @@ from zbcompile.schedule.ir import Placement, Schedule
 from zbcompile.schedule.solution import Certificate, Solution
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
@@ -76,6 +78,7 @@ def compile(
     constant: Sequence[str | int] = (),
     stall_limit: float = 300.0,
     free_model: bool = False,
+    gradient_dtype: torch.dtype | None = None,
     observer: Observer | None = None,
 ) -> Pipeline:
     """Cut a model into stages, find the best order of their work, and make it runnable.
@@ -134,6 +137,10 @@ def compile(
         Take the parameters and buffers of other ranks' stages out of this process's ``model`` once it is
         compiled; a later use of them raises `UsageError` with their name. Make the optimizer afterwards.
         Only with one process per rank.
+    gradient_dtype
+        ``torch.float32``: gradients of narrower parameters (bfloat16, float16) are summed in float32 and
+        handed over so; ``param.grad`` is then wider than ``param``. See docs/runtime.md for the optimizer.
+        Default: gradients have the dtype of their parameter.
     observer
         Called after every step of the compiler, before the next begins, with the step's name and what it
         made. ``ZBCOMPILE_DUMP=directory`` writes these to files.
@@ -178,6 +185,7 @@ def compile(
         constant=argument_places("constant", constant),
         stall_limit_s=stall_limit,
         free_model=free_model,
+        gradient_dtype=gradient_dtype,
     )
     pipeline = Pipeline(options, observer or observer_from_environment())
     if example_args is not None or example_kwargs is not None:
@@ -239,7 +247,7 @@ class Pipeline(Sequence[Stage]):
         self._step_number = 0
         self._closed = False
         self.loss_scale = 1.0
-        """Gradient of each microbatch's loss (a gradient scaler's scale)."""
+        """Gradient of each microbatch's loss, the same on all ranks; `scaler` makes one that keeps it."""
 
     def build(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None) -> Pipeline:
         """Capture, plan and load the programs for a batch like this one. Done once."""
@@ -502,6 +510,22 @@ class Pipeline(Sequence[Stage]):
         nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total)
         return total
 
+    def scaler(self, **options: Any) -> PipelineScaler:
+        """Return a gradient scaler for all ranks, for float16; every rank calls it after the capture.
+
+        ``options`` are those of `torch.amp.GradScaler` (``init_scale``, ``growth_interval``, ...). The scaler
+        keeps `loss_scale`, so the loop is ``step``, ``scaler.unscale_(optimizer)``, `clip_grad_norm_`,
+        ``scaler.step(optimizer)``, ``scaler.update()``. A step is skipped on all ranks when a gradient on any
+        of them is not finite. (A plain ``GradScaler`` on each rank would skip and scale for itself.)
+        """
+        self._refuse_if_closed()
+        compiled = self._ready()
+        device = next((p.device.type for p in self.parameters()), "cpu")
+        return PipelineScaler(device, compiled.group, self._set_loss_scale, **options)
+
+    def _set_loss_scale(self, scale: float) -> None:
+        self.loss_scale = scale
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the parameters and buffers of this process's stages, under the model's own names.
 
@@ -565,6 +589,7 @@ class Pipeline(Sequence[Stage]):
     def _norms(self, norm_type: float, asked: str) -> dict[str, Tensor]:
         self._refuse_if_closed()
         group, own = self._ready().group, dict(self.named_parameters())
+        asked = f"{asked} at loss_scale {self.loss_scale}"
         return gradient_norms(self._trained(), own, float(norm_type), group, asked)
 
     def _refuse_if_closed(self) -> None:

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from tests.support import life_workers
-from tests.support.life_workers import Chain, compiled, optimizer_per_parameter, rows
+from tests.support.life_workers import (
+    Chain,
+    compiled,
+    main_parameter_steps,
+    optimizer_per_parameter,
+    rows,
+    scaled_steps,
+)
 from zbcompile.errors import UsageError
 from zbcompile.runtime.launch import spawn
 
@@ -50,3 +57,26 @@ def test_an_order_is_changed_on_all_ranks_between_two_steps_and_no_bit() -> None
         assert part["links"] == there[0]["links"] != ()
     first, last = there[-1]["evaluated"]
     assert not torch.equal(first, last)
+
+
+def test_narrow_parameters_and_one_scaler_have_the_bits_of_one_process() -> None:
+    there = spawn(life_workers.mixed, 4, (), timeout_s=150)
+    half: dict[str, torch.nn.Module] = {"half": Chain(), "tied": Chain(tied=True), "scaled": Chain()}
+    x, y = (t.to(torch.bfloat16) for t in rows())
+    for name in ("half", "tied"):
+        half[name].to(torch.bfloat16)
+        pipeline = compiled(half[name], 4, dtype=torch.bfloat16, gradient_dtype=torch.float32)
+        if name == "half":
+            main_parameter_steps(pipeline, 3)
+        else:
+            pipeline.step(x, target=y)
+    with torch.autocast("cpu", torch.float16):
+        scales = scaled_steps(compiled(half["scaled"], 4))
+    assert all(part["scales"] == scales for part in there)
+    for name, model in half.items():
+        own = dict(model.named_parameters())
+        assert {key for part in there for key in part[name]} == own.keys()
+        for part in there:
+            for key, tensor in part[name].items():
+                assert torch.equal(tensor, own[key].grad if name == "tied" else own[key]), (name, key)
+    assert {t.dtype for part in there for t in part["tied"].values()} == {torch.float32}

@@ -18,6 +18,10 @@ from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
 
 MSE = nn.functional.mse_loss
 NUM_MICROBATCHES = 4
+FACTORS = (1.0, 1.0, 3e4, 1.0, 1.0, 1.0)
+"""What the batches of scaled steps are multiplied by: one makes gradients that float16 cannot hold."""
+POISONED = 4
+"""The scaled step in which one gradient alone is not finite."""
 
 
 class Chain(nn.Module):
@@ -42,9 +46,11 @@ class Chain(nn.Module):
         return result
 
 
-def compiled(model: nn.Module, num_stages: int = 2, **options: Any) -> zbcompile.Pipeline:
+def compiled(
+    model: nn.Module, num_stages: int = 2, dtype: torch.dtype = torch.float32, **options: Any
+) -> zbcompile.Pipeline:
     """Compile a model for `rows`."""
-    x, y = rows()
+    x, y = (t.to(dtype) for t in rows())
     return zbcompile.compile(
         model,
         num_stages,
@@ -111,6 +117,48 @@ def plain_steps(model: nn.Module, steps: int) -> None:
         optimizer.zero_grad()
         plain_backward(model)
         optimizer.step()
+
+
+def main_parameter_steps(pipeline: zbcompile.Pipeline, steps: int) -> None:
+    """Train in float32 what runs in bfloat16, as docs/runtime.md says."""
+    x, y = (t.to(torch.bfloat16) for t in rows())
+    own = dict(pipeline.named_parameters())
+    main = {name: p.detach().float().requires_grad_() for name, p in own.items()}
+    optimizer = torch.optim.AdamW(main.values(), lr=0.1)
+    for _ in range(steps):
+        pipeline.step(x, target=y)
+        pipeline.clip_grad_norm_(0.5)
+        for name, parameter in own.items():
+            main[name].grad, parameter.grad = parameter.grad, None
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in own.items():
+                parameter.copy_(main[name])
+
+
+def poison(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Make one gradient infinite, on the rank that has it."""
+    for name, parameter in named:
+        if name == "more.bias" and parameter.grad is not None:
+            parameter.grad[0] = float("inf")
+
+
+def scaled_steps(pipeline: zbcompile.Pipeline) -> list[float]:
+    """Train with a gradient scaler; return its scale after every step."""
+    x, y = rows()
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.1)
+    scaler, scales = pipeline.scaler(init_scale=2.0**14, growth_interval=2), []
+    for number, factor in enumerate(FACTORS):
+        optimizer.zero_grad()
+        pipeline.step(x * factor, target=y)
+        if number == POISONED:
+            poison(pipeline.named_parameters())
+        scaler.unscale_(optimizer)
+        pipeline.clip_grad_norm_(0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(pipeline.loss_scale)
+    return scales
 
 
 def freed(rank: int) -> dict[str, Any]:
@@ -185,5 +233,31 @@ def replanned(rank: int) -> dict[str, Any]:
         "taken": str(taken),
         "links": pipeline.profile.links,
     }
+    pipeline.close()
+    return result
+
+
+def mixed(rank: int) -> dict[str, Any]:
+    """Train bfloat16 parameters by float32 gradients, and under float16 with one scaler."""
+    x, y = (t.to(torch.bfloat16) for t in rows())
+    result: dict[str, Any] = {}
+    for name, tied in (("half", False), ("tied", True)):
+        pipeline = compiled(
+            Chain(tied).to(torch.bfloat16), 4, dtype=torch.bfloat16, gradient_dtype=torch.float32
+        )
+        if tied:
+            pipeline.step(x, target=y)
+            result[name] = {name: p.grad for name, p in pipeline.named_parameters()}
+        else:
+            main_parameter_steps(pipeline, 3)
+            result[name] = {name: p.detach() for name, p in pipeline.named_parameters()}
+        pipeline.close()
+    with torch.autocast("cpu", torch.float16):
+        pipeline = compiled(Chain(), 4)
+        result["scales"] = scaled_steps(pipeline)
+        result["scaled"] = {name: p.detach() for name, p in pipeline.named_parameters()}
+        pipeline.loss_scale = 1.0 + rank
+        with pytest.raises(UsageError, match=r"(?s)different norms.*loss_scale.*loss_scale.*scaler\(\)"):
+            pipeline.clip_grad_norm_(1.0)
     pipeline.close()
     return result

@@ -83,6 +83,7 @@ class CompiledPipeline:
             options.seed,
             frozenset(s.index for s in staged.stages if draws_random_numbers(s.graphs.forward)),
             plan.comm.one_communicator,
+            options.gradient_dtype,
         )
         self.reader = make_reader(self.trained, staged.stages)
         state = self.reader.read()
