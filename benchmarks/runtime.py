@@ -1,11 +1,12 @@
 """What was planned against what runs, and beside torch.distributed.pipelining, all in one run.
 
-    python benchmarks/runtime.py [planned] [beside] [host] [gpt] [faults] [--quick]
+    python benchmarks/runtime.py [planned] [beside] [host] [gpt] [replan] [faults] [--quick]
 
 planned  sleeping stages over gloo: measured over planned makespan, before and after calibration
 beside   the schedules of torch and ours on the same sleeping stages, with the memory each holds
 host     the same order through torch's runtime and ours: host time per action
 gpt      a small GPT on two ranks: seconds per step
+replan   a link becomes slow, the order is planned again: measured steps before and after
 faults   a rank killed, raising, stalled, of another plan: named on all ranks within 10 s, 20 runs each
 """
 
@@ -16,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,13 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.runtime_modules import Gpt, SleepingModule
+from benchmarks.slow_link import slow_down
 from zbcompile.compiler.lower import LoweredPlan, lower
 from zbcompile.compiler.rehearsal import rehearse
+from zbcompile.compiler.replan import planned_anew, weighed
 from zbcompile.errors import ZBCompileError
-from zbcompile.formats import torch_csv
+from zbcompile.formats import profile_json, torch_csv
+from zbcompile.formats.measured_json import Measured
 from zbcompile.planner.imported import rated
 from zbcompile.planner.plan import plan
 from zbcompile.runtime.distributed_runner import DistributedRunner
@@ -49,7 +54,9 @@ MS = 1_000_000
 LINK = Link(100_000, 2_000_000_000)
 """What a plan for two processes of one machine would assume: 0.1 ms and 2 GB/s."""
 TORCH = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-ROUNDS = 3
+ROUNDS, STEPS = 3, 5
+SLOW = (3, 4)
+PROFILES = Path(__file__).resolve().parent.parent / "examples" / "profiles"
 
 
 def profile(f: int, b: int, w: int, stages: int, size: int, divide: int = 1) -> Profile:
@@ -316,12 +323,79 @@ def faults(quick: bool) -> None:
         )
 
 
+def slow_steps(
+    rank: int, schedule: Schedule, costs: Profile, texts: tuple[str, ...], delay_s: float
+) -> tuple[float, Measured]:
+    """Steps back to back over a slow link, the best round: seconds of one, and the times of the last."""
+    slow_down(*SLOW, delay_s)
+    device = torch.device("cpu")
+    setup = PipelineSpec(sleeping_stages(costs, device), schedule.placement, schedule.num_microbatches)
+    runner = DistributedRunner(PipelineGroup(None, 60.0), setup, texts[rank], device)
+    batch: list[list[Tensor]] = [[] for _ in range(schedule.num_microbatches)]
+    runner.run(Step(batch), {})
+    found = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            runner.run(Step(batch), {})
+        seconds = _latest(time.perf_counter() - begin) / STEPS
+        found.append((seconds, Measured.of(runner.actions(), "rehearsed")))
+    runner.close()
+    runner.group.close()
+    return min(found, key=lambda round: round[0])
+
+
+def fifth(costs: Profile) -> Profile:
+    """A profile with all times divided by five."""
+    stages = tuple(
+        replace(
+            s,
+            forward_ns=s.forward_ns // 5,
+            backward_input_ns=s.backward_input_ns // 5,
+            backward_weight_ns=s.backward_weight_ns // 5,
+            full_backward_ns=s.full_backward_ns // 5,
+        )
+        for s in costs.stages
+    )
+    return replace(costs, stages=stages, link=replace(costs.link, latency_ns=costs.link.latency_ns // 5))
+
+
+def replanned(quick: bool) -> None:
+    """Table 6: one link becomes slower than it was planned for; the order is planned again from a step."""
+    print(
+        "\nreplan: the published 1.5B profile, times / 5, p = 8, m = 24, cap 1.5p; the link between ranks "
+        f"{SLOW[0]} and {SLOW[1]} slowed in both directions; "
+        f"{STEPS} steps back to back, best of {ROUNDS}"
+    )
+    print("  slowed by | planned anew from a step                    | measured, ms: before, after, shorter")
+    costs = fifth(profile_json.loads((PROFILES / "gpt-1.5b-p8-m24.json").read_text()).profile)
+    cap = [12 * s.saved_bytes + s.static_bytes for s in costs.stages]
+    running = lower(plan(Problem.of(costs, None, 24, cap), time_limit_s=5.0), merge=True)
+    for delay_ms in (6,) if quick else (3, 6):
+        args = (running.schedule, costs, running.programs(), delay_ms / 1000)
+        before, measured = spawn(slow_steps, 8, args, timeout_s=120)[0]
+        solution = planned_anew(running, measured, links=True, time_limit_s=5.0, seed=0)
+        found = lower(solution, merge=True)
+        result = weighed(running, found, 0.02)
+        args = (found.schedule, costs, found.programs(), delay_ms / 1000)
+        after, _ = spawn(slow_steps, 8, args, timeout_s=120)[0]
+        slow = found.problem.profile.link_between(*SLOW)
+        print(
+            f"  {delay_ms:>6} ms | {result.old_ns / MS:.1f} -> {result.new_ns / MS:.1f} ms, bound "
+            f"{result.bound_ns / MS:.1f}, link {slow.latency_ns / MS:.2f} ms | "
+            f"{1000 * before:.1f} {1000 * after:.1f} {100 * (1 - after / before):.1f} %",
+            flush=True,
+        )
+
+
 TABLES = {
     "planned": planned_against_measured,
     "beside": beside_torch,
     "host": host_time,
     "gpt": small_gpt,
     "faults": faults,
+    "replan": replanned,
 }
 
 

@@ -14,6 +14,7 @@ from zbcompile.schedule.limits import check_seed
 from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
 
@@ -54,6 +55,8 @@ class CompileOptions:
         The order to run instead of a search; None: search.
     whole
         Tensors that every microbatch gets whole: positions of args, names of the forward's arguments.
+    gradient_dtype
+        What gradients of narrower parameters are summed in; None: their own dtype.
     constant
         Arguments of the model whose values are the same in every microbatch of every step, and become part
         of the graphs: positions of args, names of the forward's arguments.
@@ -96,6 +99,8 @@ class CompileOptions:
     result_dim: int | None = None
     other_shapes: str = "plan"
     stall_limit_s: float = 300.0
+    free_model: bool = False
+    gradient_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages)
@@ -103,6 +108,7 @@ class CompileOptions:
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         check_seed(self.seed)
+        _check_name("gradient_dtype", str(self.gradient_dtype), ("None", "torch.float32"))
         _check_name("objective", self.objective, OBJECTIVES)
         _check_name("transport", self.transport, TRANSPORTS)
         _check_name("other_shapes", self.other_shapes, OTHER_SHAPES)

@@ -22,6 +22,8 @@ from zbcompile.compiler.dump import observer_from_environment
 from zbcompile.compiler.norms import gradient_norms, total_norm
 from zbcompile.compiler.observe import Observer
 from zbcompile.compiler.planning import gradient_bytes
+from zbcompile.compiler.replan import Replan, replan
+from zbcompile.compiler.scaler import PipelineScaler
 from zbcompile.errors import UsageError
 from zbcompile.formats import profile_json
 from zbcompile.formats.detect import load_schedule
@@ -38,6 +40,7 @@ from zbcompile.schedule.ir import Placement, Schedule
 from zbcompile.schedule.solution import Certificate, Solution
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
@@ -78,6 +81,8 @@ def compile(
     result_dim: int | None = None,
     other_shapes: str = "plan",
     stall_limit: float = 300.0,
+    free_model: bool = False,
+    gradient_dtype: torch.dtype | None = None,
     observer: Observer | None = None,
 ) -> Pipeline:
     """Cut a model into stages, find the best order of their work, and make it runnable.
@@ -85,7 +90,7 @@ def compile(
     Parameters
     ----------
     model
-        Any ``nn.Module``. It is not changed; its own parameters are trained.
+        Any ``nn.Module``. It is not changed (but see ``free_model``); its own parameters are trained.
     num_stages
         Number of pieces. A rank may run several.
     example_args, example_kwargs, example_target
@@ -145,6 +150,14 @@ def compile(
         compiled. ``refuse``: `ShapeError`.
     stall_limit
         Seconds after which a rank that waits is reported and the step ended on all ranks.
+    free_model
+        Take the parameters and buffers of other ranks' stages out of this process's ``model`` once it is
+        compiled; a later use of them raises `UsageError` with their name. Make the optimizer afterwards.
+        Only with one process per rank.
+    gradient_dtype
+        ``torch.float32``: gradients of narrower parameters (bfloat16, float16) are summed in float32 and
+        handed over so; ``param.grad`` is then wider than ``param``. See docs/runtime.md for the optimizer.
+        Default: gradients have the dtype of their parameter.
     observer
         Called after every step of the compiler, before the next begins, with the step's name and what it
         made. ``ZBCOMPILE_DUMP=directory`` writes these to files.
@@ -191,6 +204,8 @@ def compile(
         result_dim=result_dim,
         other_shapes=other_shapes,
         stall_limit_s=stall_limit,
+        free_model=free_model,
+        gradient_dtype=gradient_dtype,
     )
     pipeline = Pipeline(options, observer or observer_from_environment())
     if example_args is not None or example_kwargs is not None:
@@ -252,7 +267,7 @@ class Pipeline(Sequence[Stage]):
         self._step_number = 0
         self._closed = False
         self.loss_scale = 1.0
-        """Gradient of each microbatch's loss (a gradient scaler's scale)."""
+        """Gradient of each microbatch's loss, the same on all ranks; `scaler` makes one that keeps it."""
 
     def build(self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any = None) -> Pipeline:
         """Capture, plan and load the programs for a batch like this one. Done once."""
@@ -377,6 +392,39 @@ class Pipeline(Sequence[Stage]):
         self._refuse_if_closed()
         return self._ready().timeline()
 
+    def replan(self, threshold: float = 0.02, time_limit: float | None = None) -> Replan:
+        """Plan again with the costs that the last step measured, and run the new order if it gains enough.
+
+        Durations of every stage and, with one process per rank, times of every link are those of the last
+        step. Placement, caps and objective stay, and with them parameters and the optimizer's state. Every
+        rank calls it, between two steps; rank 0 plans for all. `certificate`, `profile` and `schedule` then
+        speak of the new order. Gradients keep their bits.
+
+        Parameters
+        ----------
+        threshold
+            The part by which the predicted span (or makespan) must become shorter; below it nothing changes.
+        time_limit
+            Seconds for the search; default: that of `compile`.
+
+        Returns
+        -------
+        Replan
+            What the old and the new order take, and whether the new one runs now.
+
+        Raises
+        ------
+        UsageError
+            No step has run in the present order, or the ranks give different arguments.
+        NoOrderError
+            None was found in time. The old order goes on.
+        PipelineError
+            A rank is lost.
+        """
+        self._refuse_if_closed()
+        limit = self._options.time_limit_s if time_limit is None else time_limit
+        return replan(self._ready(), threshold, limit)
+
     def synchronize(self) -> None:
         """Return when every rank has finished its steps so far; raise `PipelineError` when one has failed."""
         self._refuse_if_closed()
@@ -500,6 +548,22 @@ class Pipeline(Sequence[Stage]):
         nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, total)
         return total
 
+    def scaler(self, **options: Any) -> PipelineScaler:
+        """Return a gradient scaler for all ranks, for float16; every rank calls it after the capture.
+
+        ``options`` are those of `torch.amp.GradScaler` (``init_scale``, ``growth_interval``, ...). The scaler
+        keeps `loss_scale`, so the loop is ``step``, ``scaler.unscale_(optimizer)``, `clip_grad_norm_`,
+        ``scaler.step(optimizer)``, ``scaler.update()``. A step is skipped on all ranks when a gradient on any
+        of them is not finite. (A plain ``GradScaler`` on each rank would skip and scale for itself.)
+        """
+        self._refuse_if_closed()
+        compiled = self._ready()
+        device = next((p.device.type for p in self.parameters()), "cpu")
+        return PipelineScaler(device, compiled.group, self._set_loss_scale, **options)
+
+    def _set_loss_scale(self, scale: float) -> None:
+        self.loss_scale = scale
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the parameters and buffers of this process's stages, under the model's own names.
 
@@ -563,6 +627,7 @@ class Pipeline(Sequence[Stage]):
     def _norms(self, norm_type: float, asked: str) -> dict[str, Tensor]:
         self._refuse_if_closed()
         group, own = self._ready().group, dict(self.named_parameters())
+        asked = f"{asked} at loss_scale {self.loss_scale}"
         return gradient_norms(self._trained(), own, float(norm_type), group, asked)
 
     def _refuse_if_closed(self) -> None:

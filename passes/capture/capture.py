@@ -46,7 +46,7 @@ from zbcompile.passes.capture.with_loss import loss_module, loss_name, result_wi
 from zbcompile.passes.provenance import MODEL_PREFIX
 from zbcompile.runtime.signals import deferred_signals
 
-__all__ = ["capture"]
+__all__ = ["capture", "may_be_read"]
 
 _FEW = 16
 """Elements of the largest buffer whose value code may read."""
@@ -172,7 +172,7 @@ class _Record:
 
     def __init__(self, whole: nn.Module) -> None:
         self.held = {id(tensor): name for name, tensor in _named(whole)}
-        self.numbers = {name: b.clone() for name, b in whole.named_buffers() if _is_number(b)}
+        self.numbers = {name: b.clone() for name, b in whole.named_buffers() if may_be_read(b)}
         self.changes = AttributeChanges()
         self.guard = TraceGuard({})
         self.spec: Spec | None = None
@@ -307,7 +307,8 @@ def _integers(whole: _Traced, tensors: Sequence[Tensor]) -> list[str]:
     return [path.removeprefix("[1].").replace("[0]", "args", 1) for path in found]
 
 
-def _is_number(buffer: Tensor) -> bool:
+def may_be_read(buffer: Tensor) -> bool:
+    """Return whether code of a model may ask for the value of such a buffer: a few whole numbers."""
     whole = not buffer.is_floating_point() and not buffer.is_complex()
     return whole and buffer.numel() <= _FEW and not buffer.is_meta and buffer.layout is torch.strided
 

@@ -245,11 +245,11 @@ def refuse_wrappers(model: nn.Module) -> None:
                 fix="remove the hook, or do its work in an autograd.Function or on param.grad after the step",
             )
     for name, parameter in model.named_parameters():
-        if torch_private.has_hooks(parameter):
+        if torch_private.has_gradient_hooks(parameter):
             raise CaptureError(
                 "cannot capture a parameter with gradient hooks: they would not run",
                 where=name,
-                fix="remove the hook and do its work on param.grad after the step",
+                fix="do its work in register_post_accumulate_grad_hook, or on param.grad after the step",
             )
         kind = torch_private.parameter_kind(parameter)
         if kind:

@@ -174,7 +174,7 @@ def _entries(table: dict[object, object]) -> list[tuple[object, object]]:
 @contextlib.contextmanager
 def gradients_kept(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Give tensors back the ``.grad`` that they had: what a trace leaves there is no gradient."""
-    before = [(tensor, tensor.grad) for tensor in tensors if tensor.is_leaf]
+    before = [(tensor, tensor.grad) for tensor in tensors if tensor.grad_fn is None]
     try:
         yield
     finally:

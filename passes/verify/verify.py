@@ -123,7 +123,7 @@ def _autograd(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
     if hooked:
         raise UsageError(
             f"cannot verify: {hooked[0]} has a gradient hook, which the check would trigger",
-            fix="remove the hook, and do its work on param.grad after the step",
+            fix="leave verify out, or put the hook on afterwards",
         )
     for parameter in named.values():
         parameter.grad = None

@@ -13,11 +13,13 @@ from collections.abc import Iterator, Sequence
 from zbcompile.compiler.call import Batch
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.forms import first_form
+from zbcompile.compiler.free_model import require_group, warn_of_held
 from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.compiler.signature import CallForm, Signature, Value, largest_divisor
 from zbcompile.errors import UsageError
 from zbcompile.options import CompileOptions
 from zbcompile.passes.capture.nested_values import Microbatches
+from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.runtime.group import PipelineGroup
 
 __all__ = ["build"]
@@ -42,6 +44,8 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
     with _built_by_all(group, observer) as observer:
         if group is not None:
             group.agree(options.agreed_parts())
+        if options.free_model:
+            require_group(group)
         num_ranks = _num_ranks(options, group)
         signature = Signature(batch, options)
         values = signature.values(batch)
@@ -51,7 +55,12 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
 
         # 2. The first form: graphs, order, programs, loaded.
         form = first_form(options, group, num_ranks, call, values, observer)
-        return CompiledPipeline(options, group, form)
+        freed = []
+        if options.free_model and group is not None:
+            freed = form.free_others(with_loss(options.model, options.loss_fn), group)
+        compiled = CompiledPipeline(options, group, form)
+        warn_of_held(freed)
+        return compiled
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from zbcompile.passes import torch_private
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.runtime.distributed_runner import DistributedRunner
-from zbcompile.runtime.gradients import GradientSums, divided, hand_over, parameters_of
+from zbcompile.runtime.gradients import GradientSums, divided, hand_over, parameters_of, run_hooks
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.kept_buffers import KeptBuffers
 from zbcompile.runtime.local_runner import LocalRunner
@@ -81,7 +81,7 @@ class CompiledPipeline:
         self.options, self.first = options, form
         self.trained = with_loss(options.model, options.loss_fn)
         self.reader = make_reader(self.trained, self.staged.stages)
-        state = self.staged.captured.state
+        state = self.reader.read()
         self.stages = [Stage(s.index, s, state, self.trained) for s in self.staged.stages]
         self.guard, self.mode = ModelGuard(options.model, options.loss_fn), ModeGuard()
         self.step_number = 0
@@ -100,6 +100,12 @@ class CompiledPipeline:
         if group is not None:
             group.calls.own_state = self._own_state
             group.calls.on_settled = self._follow_others
+        self.runner.connect()
+
+    def run_order(self, plan: LoweredPlan, programs: tuple[str, ...]) -> None:
+        """Run another order of the same stages on the same ranks from now on; all ranks come here."""
+        self.first.take(plan, programs)
+        self.first.run_on(self.group)
         self.runner.connect()
 
     @property
@@ -156,6 +162,7 @@ class CompiledPipeline:
         hand_over(gradients)
         self._kept.release()
         self.step_number += 1
+        run_hooks(parameter for parameter, _ in gradients)
 
     def _steps(
         self, parts: Sequence[tuple[TrainingForm, Run]], loss_scale: float, keep_results: bool
@@ -345,7 +352,7 @@ class CompiledPipeline:
         """Refuse another value of a buffer that Python code of the model read when it was captured."""
         for name, value in read.items():
             now = self.trained.get_buffer(name)
-            if not torch.equal(now.cpu(), value.cpu()):
+            if not now.is_meta and not torch.equal(now.cpu(), value.cpu()):
                 raise UsageError(
                     "the model's code read a buffer when it was compiled, which has another value now",
                     where=name,

@@ -8,10 +8,14 @@ its own; a new shape is captured, and planned with the costs at hand, scaled by 
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from torch import Tensor, nn
+
 from zbcompile.compiler.batch_dimension import check_batch_dimension
+from zbcompile.compiler.free_model import free_others, without_tensors
 from zbcompile.compiler.load import make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan, lower
 from zbcompile.compiler.observe import Observer, quiet
@@ -25,6 +29,7 @@ from zbcompile.compiler.signature import CallForm, Shapes, Value
 from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import ShapeError, UsageError
 from zbcompile.options import CompileOptions
+from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.profile.rescaled import rescaled_profile
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.passes.verify.verify import cheap_to_verify
@@ -75,21 +80,36 @@ class TrainingForm:
         plan: LoweredPlan,
         programs: tuple[str, ...],
     ) -> None:
-        self.call, self.staged, self.plan, self.programs = call, staged, plan, programs
-        self.spec = PipelineSpec(
-            staged.stages,
-            plan.schedule.placement,
-            call.num_microbatches,
-            options.seed,
-            frozenset(s.index for s in staged.stages if draws_random_numbers(s.graphs.forward)),
-            plan.comm.one_communicator,
-        )
+        self._options, self.call, self.staged = options, call, without_tensors(staged)
+        self.plan, self.programs = plan, programs
         self.run_on(group)
 
     def run_on(self, group: PipelineGroup | None) -> None:
-        """Run on the ranks of a group from now on, or all ranks in this process. The runner connects later."""
-        starts = planned_starts(self.plan.comm, self.plan.problem)
+        """Run on the ranks of a group, or all ranks in this process, once the runner is connected."""
+        stages, plan = self.staged.stages, self.plan
+        self.spec = PipelineSpec(
+            stages,
+            plan.schedule.placement,
+            self.call.num_microbatches,
+            self._options.seed,
+            frozenset(s.index for s in stages if draws_random_numbers(s.graphs.forward)),
+            plan.comm.one_communicator,
+            self._options.gradient_dtype,
+        )
+        starts = planned_starts(plan.comm, plan.problem)
         self.runner = make_runner(group, self.spec, self.programs, starts)
+
+    def take(self, plan: LoweredPlan, programs: tuple[str, ...]) -> None:
+        """Have another order of the same stages; `run_on` makes it run."""
+        self.runner.close()
+        self.plan, self.programs = plan, programs
+
+    def free_others(self, trained: nn.Module, group: PipelineGroup) -> list[weakref.ref[Tensor]]:
+        """Free what only other ranks use, here and in the model; return what should be gone now."""
+        self.staged, freed = free_others(trained, self.staged, self.plan.schedule.placement, group.rank)
+        self.runner.close()
+        self.run_on(group)
+        return freed
 
     @property
     def name(self) -> str:
@@ -166,6 +186,8 @@ def further_form(
         time_limit_s=min(options.time_limit_s, _AT_ONCE_S),
     )
     form = _planned(quick, group, first.plan.schedule.num_ranks, call, staged, quiet)
+    if options.free_model and group is not None:
+        form.free_others(with_loss(options.model, options.loss_fn), group)
     form.runner.connect()
     return form
 
@@ -216,7 +238,7 @@ def _stages(
         homes=homes,
         recompute=options.recompute,
         backend=options.backend,
-        verify=options.verify,
+        verify=False if homes is not None and options.free_model else options.verify,
         planned_for=options.profile if isinstance(options.profile, Device) else None,
         constant=call.constants,
         observer=observer,

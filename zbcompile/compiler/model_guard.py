@@ -130,7 +130,7 @@ class ModelGuard:
             path, kind, _ = next(item for item in self._no_hooks if item[2])
             raise _hook(path, kind)
         parameters = [p for p in _values(self._held_parameters) if p is not None]
-        if torch_private.any_hooks(parameters):
+        if torch_private.any_gradient_hooks(parameters):
             self._refuse_gradient_hooks()
 
     def _as_noted(self, training: bool) -> bool:
@@ -163,7 +163,7 @@ class ModelGuard:
     def _refuse_gradient_hooks(self) -> None:
         for path, module in self._named:
             for name, parameter in module.named_parameters(recurse=False):
-                if torch_private.has_hooks(parameter):
+                if torch_private.has_gradient_hooks(parameter):
                     raise _hook(_join(path, name), "gradient hook")
 
 
@@ -434,5 +434,6 @@ def _hook(where: str, kind: str, verb: str = "was added") -> UsageError:
     return UsageError(
         f"a {kind} {verb} after the model was compiled: the graphs would not follow",
         where=where,
-        fix="undo it, or compile another pipeline; on gradients, do its work on param.grad after the step",
+        fix="undo it, or compile another pipeline; work on gradients can be done in "
+        "param.register_post_accumulate_grad_hook, or on param.grad after the step",
     )

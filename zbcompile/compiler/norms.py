@@ -18,6 +18,9 @@ from zbcompile.runtime.group import PipelineGroup
 
 __all__ = ["gradient_norms", "total_norm"]
 
+_DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+"""Dtypes of norms."""
+
 
 def gradient_norms(
     trained: nn.Module,
@@ -50,7 +53,7 @@ def gradient_norms(
     """
     found = {n: torch.linalg.vector_norm(p.grad, norm_type) for n, p in own.items() if p.grad is not None}
     if group is not None:
-        found = _of_all_ranks(trained, found, group, asked)
+        found = _of_all_ranks(found, group, asked)
     return {name: found[name] for name, _ in trained.named_parameters() if name in found}
 
 
@@ -71,10 +74,9 @@ def total_norm(norms: Sequence[Tensor], norm_type: float, error_if_nonfinite: bo
     return total
 
 
-def _of_all_ranks(
-    trained: nn.Module, own: Mapping[str, Tensor], group: PipelineGroup, asked: str
-) -> dict[str, Tensor]:
-    text = json.dumps([asked, {name: float(norm).hex() for name, norm in own.items()}])
+def _of_all_ranks(own: Mapping[str, Tensor], group: PipelineGroup, asked: str) -> dict[str, Tensor]:
+    numbers = {name: [float(norm).hex(), str(norm.dtype)] for name, norm in own.items()}
+    text = json.dumps([asked, numbers])
     with group.calls.meeting(asked):
         parts = [json.loads(part) for part in group.gather(text, asked)]
     other = next((rank for rank, (words, _) in enumerate(parts) if words != asked), None)
@@ -84,17 +86,11 @@ def _of_all_ranks(
             where=f"rank {other}",
             needed=asked,
             given=parts[other][0],
-            fix="call it on every rank with the same arguments",
+            fix="call it on every rank with the same arguments, and the scale that pipeline.scaler() keeps",
         )
-    parameters = dict(trained.named_parameters())
     device = next(iter(own.values())).device if own else torch.device("cpu")
     return {
-        name: torch.tensor(float.fromhex(number), dtype=_real(parameters[name].dtype), device=device)
+        name: torch.tensor(float.fromhex(number), dtype=_DTYPES[dtype], device=device)
         for _, numbers in parts
-        for name, number in numbers.items()
+        for name, (number, dtype) in numbers.items()
     }
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a norm of values of a dtype."""
-    return torch.empty(0, dtype=dtype).abs().dtype

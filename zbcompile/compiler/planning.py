@@ -19,7 +19,7 @@ from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.planner.imported import rated
 from zbcompile.planner.placements import plan_auto
 from zbcompile.planner.plan import plan
-from zbcompile.runtime.gradients import tied_holders
+from zbcompile.runtime.gradients import sum_dtype, tied_holders
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
@@ -161,7 +161,7 @@ def _profile(options: CompileOptions, call: CallForm, staged: StagedModel, obser
     if isinstance(options.profile, Profile):
         return _with_edges_of(options.profile, staged)
     if isinstance(options.profile, Device):
-        profile = counted_profile(staged.stages, options.profile)
+        profile = _with_wide_gradients(counted_profile(staged.stages, options.profile), options, staged)
         observer("counted", profile)
         return profile
     empty = [name for name, tensor in staged.captured.state.items() if tensor.is_meta]
@@ -172,8 +172,21 @@ def _profile(options: CompileOptions, call: CallForm, staged: StagedModel, obser
             fix='give profile=device_named("H100") to count its costs, or a profile measured elsewhere',
         )
     profile = measure(staged.stages, staged.captured.state, call.flat_example)
+    profile = _with_wide_gradients(profile, options, staged)
     observer("measure", profile)
     return profile
+
+
+def _with_wide_gradients(profile: Profile, options: CompileOptions, staged: StagedModel) -> Profile:
+    """Return the profile with the bytes by which gradients are wider than their parameters."""
+    if options.gradient_dtype is None:
+        return profile
+    state, stages = staged.captured.state, []
+    for stage, cost in zip(staged.stages, profile.stages, strict=True):
+        own = [state[name] for name in stage.trainable]
+        wider = sum(t.numel() * (sum_dtype(t, options.gradient_dtype).itemsize - t.itemsize) for t in own)
+        stages.append(replace(cost, static_bytes=cost.static_bytes + wider))
+    return replace(profile, stages=tuple(stages))
 
 
 def _check_variants(solution: Solution) -> None:

@@ -6,17 +6,24 @@ hold nothing. So the sums have the bits of a loop over the microbatches that cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from zbcompile.errors import ShapeError
+from zbcompile.runtime.torch_private import accumulate_hooks
 
-__all__ = ["GradientSums", "divided", "hand_over", "parameters_of", "tied_holders"]
+__all__ = ["GradientSums", "divided", "hand_over", "parameters_of", "run_hooks", "sum_dtype", "tied_holders"]
 
 
 class GradientSums:
     """Sums of one step on one rank; not yet in ``param.grad``.
+
+    Parameters
+    ----------
+    dtype
+        What gradients of narrower parameters are summed in; None: their own dtype.
 
     Attributes
     ----------
@@ -24,7 +31,8 @@ class GradientSums:
         Stage -> parameter name -> sum of the gradients so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
         self.totals: dict[int, dict[str, Tensor]] = {}
         self._next: dict[int, int] = {}
         self._early: dict[int, dict[int, dict[str, Tensor]]] = {}
@@ -53,9 +61,15 @@ class GradientSums:
         for name, grad in grads.items():
             total = totals.get(name)
             if total is None:
-                totals[name] = grad
+                totals[name] = grad.to(sum_dtype(grad, self._dtype))
             else:
                 total.add_(grad)
+
+
+def sum_dtype(tensor: Tensor, asked: torch.dtype | None) -> torch.dtype:
+    """Return what gradients like a tensor are summed in: ``asked`` if that is wider."""
+    narrower = asked is not None and tensor.is_floating_point() and tensor.dtype.itemsize < asked.itemsize
+    return asked if narrower and asked is not None else tensor.dtype
 
 
 def tied_holders(parameters: Sequence[Sequence[str]]) -> dict[str, tuple[int, ...]]:
@@ -100,12 +114,12 @@ def divided(
         if not parameter.requires_grad:
             continue
         held = parameter.grad
-        if held is not None and (held.shape != total.shape or held.device != total.device):
+        if held is not None and _form(held) != _form(total):
             raise ShapeError(
                 "param.grad holds something that the gradient of the step cannot be added to",
                 where=name,
-                needed=f"{list(total.shape)} on {total.device}",
-                given=f"{list(held.shape)} on {held.device}",
+                needed=_words(total),
+                given=_words(held),
                 fix="set it to None before the step",
             )
         if divisor is not None and divisor != 1:
@@ -114,13 +128,34 @@ def divided(
     return ready
 
 
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _words(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
 def hand_over(gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
     """Set or add to ``param.grad``. Called once, when everything of the step has arrived."""
     for parameter, gradient in gradients:
         if parameter.grad is None:
+            if gradient.dtype != parameter.dtype:
+                parameter.grad_dtype = gradient.dtype  # else torch refuses it
             parameter.grad = gradient
         else:
             parameter.grad.add_(gradient)
+
+
+def run_hooks(parameters: Iterable[nn.Parameter]) -> None:
+    """Call the hooks that want to know of a gradient that was handed over, as autograd does: no gradients on.
+
+    Autograd calls them after every backward, that is per microbatch; a step calls them once.
+    """
+    with torch.no_grad():
+        for parameter in parameters:
+            for hook in accumulate_hooks(parameter):
+                hook(parameter)
 
 
 def parameters_of(state: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from zbcompile.runtime.gradients import GradientSums, tied_holders
@@ -33,6 +34,8 @@ class PipelineSpec:
         The stages whose forward draws random numbers.
     one_communicator
         Whether the programs keep one global order of messages, for channels with a single queue.
+    gradient_dtype
+        What gradients of narrower parameters are summed in; None: their own dtype.
     wiring
         Which tensor of which stage goes where.
     wire_formats
@@ -47,6 +50,7 @@ class PipelineSpec:
     seed: int = 0
     random_stages: frozenset[int] = frozenset()
     one_communicator: bool = False
+    gradient_dtype: torch.dtype | None = None
     wiring: Wiring = field(init=False)
     wire_formats: Mapping[tuple[bool, int, int], tuple[WireFormat, ...]] = field(init=False)
     tied: Mapping[str, tuple[int, ...]] = field(init=False)

@@ -149,7 +149,7 @@ class StateReader:
     """Reads the model's present tensors by name, anew at each step, so that ``.to`` and swaps are seen.
 
     The constructor notes what the stages were compiled for, and `check` compares it at each step: shapes and
-    dtypes, which parameters are trained, which names are one tensor, which modules are in training mode.
+    dtypes, which parameters are trained, which names are one tensor.
 
     Parameters
     ----------
@@ -178,7 +178,6 @@ class StateReader:
             if canonical.get(id(tensor), name) != name
         ]
         self._forms = {name: _form(getattr(*self._places[name])) for name in names}
-        self._modes = [(path, module, module.training) for path, module in model.named_modules()]
 
     def read(self) -> dict[str, Tensor]:
         """Return name -> tensor."""
@@ -192,7 +191,7 @@ class StateReader:
         ShapeError
             A tensor has another shape or dtype.
         UsageError
-            A frozen parameter is trained, tied names are no longer one tensor, or a module's mode differs.
+            A frozen parameter is trained, or tied names are no longer one tensor.
         """
         for name, tensor in state.items():
             shape, dtype, trained = self._forms[name]
@@ -209,12 +208,6 @@ class StateReader:
         for name, place, first in self._tied:
             if getattr(*place) is not state[first]:
                 raise _changed(f"{name} and {first} were one tensor when the model was compiled", name)
-        for path, module, mode in self._modes:
-            if module.training != mode:
-                words = "training" if mode else "evaluation"
-                raise _changed(
-                    f"the model was compiled with this module in {words} mode", path or "the model"
-                )
 
 
 def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, bool]:

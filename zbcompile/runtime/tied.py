@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zbcompile.runtime.channels.channel import Channels, Ticket, TiedKey
-from zbcompile.runtime.gradients import GradientSums
+from zbcompile.runtime.gradients import GradientSums, sum_dtype
 from zbcompile.runtime.spec import PipelineSpec
 from zbcompile.runtime.wait import Wait
 from zbcompile.runtime.wire_format import WireFormat
@@ -45,14 +45,14 @@ def sum_tied(
     sending: list[Ticket] = []
     for name in mine:
         stages = spec.tied[name]
-        wire_formats = (WireFormat.contiguous(state[name]),)
+        wire_formats = (WireFormat.contiguous(_zeros(spec, name, state)),)
         others = sorted({rank_of[s] for s in stages} - {rank})
         for stage in stages:
             key: TiedKey = ("tied", name, stage)
             if rank_of[stage] != rank:
                 arriving[name, stage] = channels.post_recv(rank_of[stage], key, wire_formats)
                 continue
-            total = _own_total(sums, stage, name, state)
+            total = _own_total(spec, sums, stage, name, state)
             for peer in others:
                 sending.append(channels.post_send(peer, key, wire_formats, [total]))
     yield Wait([*arriving.values(), *sending])
@@ -61,7 +61,7 @@ def sum_tied(
         parts = [
             arriving[name, stage].tensors()[0]
             if (name, stage) in arriving
-            else _own_total(sums, stage, name, state)
+            else _own_total(spec, sums, stage, name, state)
             for stage in spec.tied[name]
         ]
         total = parts[0].clone()
@@ -71,6 +71,12 @@ def sum_tied(
     return gradients
 
 
-def _own_total(sums: GradientSums, stage: int, name: str, state: Mapping[str, Tensor]) -> Tensor:
+def _own_total(
+    spec: PipelineSpec, sums: GradientSums, stage: int, name: str, state: Mapping[str, Tensor]
+) -> Tensor:
     total = sums.totals.get(stage, {}).get(name)
-    return torch.zeros_like(state[name]) if total is None else total
+    return _zeros(spec, name, state) if total is None else total
+
+
+def _zeros(spec: PipelineSpec, name: str, state: Mapping[str, Tensor]) -> Tensor:
+    return torch.zeros_like(state[name], dtype=sum_dtype(state[name], spec.gradient_dtype))

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.distributed_c10d import ProcessGroup, Store
+from torch.optim import Optimizer
 
-__all__ = ["copy_all", "new_group", "own_store", "profiler_enabled"]
+__all__ = [
+    "accumulate_hooks",
+    "copy_all",
+    "found_not_finite",
+    "is_unscaled",
+    "new_group",
+    "own_store",
+    "profiler_enabled",
+]
 
 
 def new_group(name: str, ranks: list[int], timeout: timedelta, backend: str) -> ProcessGroup:
@@ -28,6 +39,23 @@ def new_group(name: str, ranks: list[int], timeout: timedelta, backend: str) -> 
     finally:
         module._process_group_name = given
     return cast(ProcessGroup, group)
+
+
+def accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
+    """Return what was registered with ``register_post_accumulate_grad_hook``, in order."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return list(hooks.values()) if hooks else []
+
+
+def found_not_finite(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+    """Return a scaler's table of what it found in gradients: device -> not 0 if one is not finite."""
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return cast("dict[torch.device, Tensor]", found)
+
+
+def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Return whether ``unscale_`` has been called for an optimizer since the last update."""
+    return scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
