@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from zbcompile.errors import ShapeError
 from zbcompile.passes.lower.insert_comm import CommSchedule
 from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
@@ -92,6 +93,14 @@ def join_results(step: Step, staged: Results, *, loss_is_mean: bool, has_loss_fn
 
 def _join(parts: list[Tensor], is_loss: bool, loss_is_mean: bool) -> Tensor:
     if parts[0].dim():
+        shapes = [list(part.shape[1:]) for part in parts]
+        if any(shape != shapes[0] for shape in shapes):
+            raise ShapeError(
+                "results of the microbatches differ in shape: they cannot be joined",
+                needed="equal sizes but in dimension 0",
+                given=", ".join(str(list(part.shape)) for part in parts),
+                fix="call step without return_outputs, or let the model pad its result to one size",
+            )
         return torch.cat(parts)
     stacked = torch.stack(parts)
     if not is_loss:
