@@ -45,6 +45,9 @@ class CompileOptions:
         Arguments of the model whose values are the same in every microbatch of every step, and become part
         of the graphs: positions of args, names of the forward's arguments.
 
+    fixed_branches
+        Whether branches on data take the side that they take on the example, and are checked at every step.
+
     Raises
     ------
     UsageError
@@ -73,6 +76,7 @@ class CompileOptions:
     scale_grads: bool = True
     whole: tuple[str | int, ...] = ()
     constant: tuple[str | int, ...] = ()
+    fixed_branches: bool = False
     stall_limit_s: float = 300.0
 
     def __post_init__(self) -> None:
@@ -81,6 +85,8 @@ class CompileOptions:
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         check_seed(self.seed)
+        if not isinstance(self.fixed_branches, bool):
+            raise UsageError("fixed_branches must be True or False", given=repr(self.fixed_branches))
         _check_name("objective", self.objective, OBJECTIVES)
         _check_name("transport", self.transport, TRANSPORTS)
         if not isinstance(self.placement, Placement):

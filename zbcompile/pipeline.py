@@ -73,6 +73,7 @@ def compile(
     scale_grads: bool = True,
     whole: Sequence[str | int] = (),
     constant: Sequence[str | int] = (),
+    fixed_branches: bool = False,
     stall_limit: float = 300.0,
     observer: Observer | None = None,
 ) -> Pipeline:
@@ -126,6 +127,10 @@ def compile(
         Arguments of the model whose values are the same in every microbatch of every step (sizes of images,
         lengths): positions of args, names of the forward's arguments. Python code of the model may read
         them; a step with other values is refused.
+    fixed_branches
+        Take, wherever the model's code asks a tensor for its truth, the side that the first microbatch of
+        the example takes (the model runs on it once). F checks it: a microbatch that takes another side
+        raises a `DataError`.
     stall_limit
         Seconds after which a rank that waits is reported and the step ended on all ranks.
     observer
@@ -170,6 +175,7 @@ def compile(
         scale_grads=scale_grads,
         whole=argument_places("whole", whole),
         constant=argument_places("constant", constant),
+        fixed_branches=fixed_branches,
         stall_limit_s=stall_limit,
     )
     pipeline = Pipeline(options, observer or observer_from_environment())

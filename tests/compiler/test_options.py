@@ -103,6 +103,7 @@ def test_all_options_but_the_named_ones_are_agreed_on() -> None:
         "scale_grads": False,
         "whole": ("x",),
         "constant": ("x",),
+        "fixed_branches": True,
         "stall_limit_s": 1.0,
     }
     compared_elsewhere = {"model", "loss_fn", "group", "split_points"}

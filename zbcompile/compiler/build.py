@@ -69,6 +69,7 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
             verify=options.verify,
             planned_for=options.profile if isinstance(options.profile, Device) else None,
             constant=call.constants,
+            fixed_branches=options.fixed_branches,
             observer=observer,
         )
 
