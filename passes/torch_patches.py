@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.errors import CaptureError
+from zbcompile.passes.kernel_strides import strides_of_kernels
 
 __all__ = [
     "as_in_eager",
@@ -275,6 +276,7 @@ def joint_trace_patched() -> Iterator[None]:
         _resampling_kept_whole(),
         _dropout_as_in_eager(),
         grouped_products_of_any_dtype(),
+        strides_of_kernels(),
         _checks_without_tokens(),
         _functorch_levels_kept(),
     ):

@@ -66,6 +66,8 @@ class CompileOptions:
         Which dimension of the results is the batch; None: ``batch_dim`` if that is one number, else 0.
     other_shapes
         Whether batches of other shapes get an order of their own, or are refused.
+    fixed_branches
+        Whether branches on data take the side that they take on the example, and are checked at every step.
 
     Raises
     ------
@@ -98,6 +100,7 @@ class CompileOptions:
     batch_dim: BatchDim = 0
     result_dim: int | None = None
     other_shapes: str = "plan"
+    fixed_branches: bool = False
     stall_limit_s: float = 300.0
     free_model: bool = False
     gradient_dtype: torch.dtype | None = None
@@ -109,6 +112,8 @@ class CompileOptions:
                 _check_count(name, getattr(self, name))
         check_seed(self.seed)
         _check_name("gradient_dtype", str(self.gradient_dtype), ("None", "torch.float32"))
+        if not isinstance(self.fixed_branches, bool):
+            raise UsageError("fixed_branches must be True or False", given=repr(self.fixed_branches))
         _check_name("objective", self.objective, OBJECTIVES)
         _check_name("transport", self.transport, TRANSPORTS)
         _check_name("other_shapes", self.other_shapes, OTHER_SHAPES)

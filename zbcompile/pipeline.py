@@ -80,6 +80,7 @@ def compile(
     batch_dim: int | Mapping[str | int, int | None] = 0,
     result_dim: int | None = None,
     other_shapes: str = "plan",
+    fixed_branches: bool = False,
     stall_limit: float = 300.0,
     free_model: bool = False,
     gradient_dtype: torch.dtype | None = None,
@@ -148,6 +149,10 @@ def compile(
         the rows of the example's, the last one what is left over and counts by its rows; a new shape or
         number of microbatches is compiled when it comes, with the costs at hand, and the last 8 stay
         compiled. ``refuse``: `ShapeError`.
+    fixed_branches
+        Take, wherever the model's code asks a tensor for its truth, the side that the first microbatch of
+        the example takes (the model runs on it once). F checks it: a microbatch that takes another side
+        raises a `DataError`.
     stall_limit
         Seconds after which a rank that waits is reported and the step ended on all ranks.
     free_model
@@ -203,6 +208,7 @@ def compile(
         batch_dim=batch_dims(batch_dim),
         result_dim=result_dim,
         other_shapes=other_shapes,
+        fixed_branches=fixed_branches,
         stall_limit_s=stall_limit,
         free_model=free_model,
         gradient_dtype=gradient_dtype,

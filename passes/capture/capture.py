@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Node
 
 from zbcompile.errors import CaptureError, UsageError, ZBCompileError
 from zbcompile.passes import torch_patches, torch_private
+from zbcompile.passes.capture.branches import Answers, FixedBranches, answers_of
 from zbcompile.passes.capture.caches import caches_kept
 from zbcompile.passes.capture.captured import Captured, Role, RoleKind
 from zbcompile.passes.capture.collection import collection_paused
@@ -43,6 +44,7 @@ from zbcompile.passes.capture.state_guards import (
 )
 from zbcompile.passes.capture.trace_guards import TraceGuard
 from zbcompile.passes.capture.with_loss import loss_module, loss_name, result_with_loss, with_loss
+from zbcompile.passes.kernel_strides import strides_of_kernels
 from zbcompile.passes.provenance import MODEL_PREFIX
 from zbcompile.runtime.signals import deferred_signals
 
@@ -63,6 +65,7 @@ def capture(
     loss_fn: Callable[..., Tensor] | None = None,
     device: torch.device | str | None = None,
     constant: Collection[int] = (),
+    fixed_branches: bool = False,
 ) -> Captured:
     """Capture a model, and its loss, on one example microbatch.
 
@@ -84,6 +87,8 @@ def capture(
         meta tensors it is not looked at.
     constant
         Positions among the flat tensors of (args, kwargs, target) whose values become part of the graph.
+    fixed_branches
+        Whether branches on data take the side that they take on the example, and are checked.
 
     Raises
     ------
@@ -107,6 +112,8 @@ def capture(
             )
     given = [k for k in range(len(tensors)) if k not in pinned]
     record = _Record(whole)
+    if fixed_branches:
+        record.answers = answers_of(model, whole, args, kwargs or {}, target, loss_fn)
     with (
         intercepted() as functions,
         meta_as_fake(whole, [tensors[k] for k in given], device) as (examples, mode),
@@ -166,6 +173,8 @@ class _Record:
         Name of a small buffer of whole numbers -> its value.
     changes, guard
         What the guards saw.
+    answers
+        What the example answers to questions that make a branch; None: they are refused.
     spec, loss, metrics
         How the results are nested, and which of them are the loss and what the loss function returns beside.
     """
@@ -175,6 +184,7 @@ class _Record:
         self.numbers = {name: b.clone() for name, b in whole.named_buffers() if may_be_read(b)}
         self.changes = AttributeChanges()
         self.guard = TraceGuard({})
+        self.answers: Answers | None = None
         self.spec: Spec | None = None
         self.loss: int | None = None
         self.metrics: tuple[int, ...] = ()
@@ -224,7 +234,8 @@ class _Traced(nn.Module):
         with torch_private.outside_the_trace():  # the forward may change them
             values = {name: value.clone() for name, value in record.numbers.items()}
         buffers = {name: (now[name], value) for name, value in values.items()}
-        guard = TraceGuard(traced, sys._getframe(), list(self.pinned.values()), buffers)
+        branches = None if record.answers is None else FixedBranches(record.answers)
+        guard = TraceGuard(traced, sys._getframe(), list(self.pinned.values()), buffers, branches)
         record.guard = guard
         hooks, state = torch_patches.without_tensor_hooks(), state_guarded(tables, record.changes)
         asked = torch_patches.truth_asked_first(guard.truth, guard.demand)
@@ -284,8 +295,9 @@ def _export(whole: _Traced, tensors: Sequence[Tensor]) -> ExportedProgram:
     failure is told.
     """
     detached = tuple(tensor.detach() for tensor in tensors)
-    modes = torch.inference_mode(False), torch.enable_grad(), torch_patches.grouped_products_of_any_dtype()
-    with modes[0], modes[1], modes[2], torch.random.fork_rng(devices=[]), torch_patches.quiet():
+    patches = torch_patches.grouped_products_of_any_dtype(), strides_of_kernels(), torch_patches.quiet()
+    modes = torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[])
+    with modes[0], modes[1], modes[2], patches[0], patches[1], patches[2]:
         try:
             return _export_once(whole, detached)
         except ZBCompileError:

@@ -13,7 +13,7 @@ import ast
 import functools
 import linecache
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType, FrameType
 
 import torch
@@ -23,10 +23,12 @@ from torch.fx.node import Target, has_side_effect
 from zbcompile.errors import DataError
 from zbcompile.passes.provenance import is_own_file, is_torch_file, short_file
 
-__all__ = ["Check", "check_at", "demand_at", "is_check", "keep_check"]
+__all__ = ["Check", "branch_at", "check_at", "demand_at", "is_check", "keep_check"]
 
 _LIBRARY = torch.library.Library("zbcompile", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("check(Tensor condition, bool needed, str condition_text, str source) -> ()")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "check(Tensor condition, bool needed, str condition_text, str source, bool raises=True) -> ()"
+)
 
 _LONGEST = 160
 """Characters of a condition that an error quotes."""
@@ -39,18 +41,24 @@ _MAY_SWALLOW = ("suppress", "raises")
 
 
 @torch.library.impl(_LIBRARY, "check", "CompositeExplicitAutograd")
-def _check(condition: Tensor, needed: bool, condition_text: str, source: str) -> None:
-    if bool(condition) is not needed:
-        raise DataError(
-            f"the model's forward raises for this data, at {source}",
-            needed=f"{condition_text} to be {needed}",
-            given=not needed,
-            fix="correct the data; the model itself raises for this microbatch, too",
+def _check(condition: Tensor, needed: bool, condition_text: str, source: str, raises: bool = True) -> None:
+    if bool(condition) is needed:
+        return
+    what = f"the model's forward raises for this data, at {source}"
+    fix = "correct the data; the model itself raises for this microbatch, too"
+    if not raises:
+        what = f"this data takes another side of a branch than the example did, at {source}"
+        fix = (
+            "compile with fixed_branches=True on an example that takes this side, and give it such data; "
+            "where the model's buffers decide, run the model once before it is compiled"
         )
+    raise DataError(what, needed=f"{condition_text} to be {needed}", given=not needed, fix=fix)
 
 
 @torch.library.register_fake("zbcompile::check", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _check_shape(condition: Tensor, needed: bool, condition_text: str, source: str) -> None: ...
+def _check_shape(
+    condition: Tensor, needed: bool, condition_text: str, source: str, raises: bool = True
+) -> None: ...
 
 
 _CHECK = has_side_effect(torch.ops.zbcompile.check.default)
@@ -63,7 +71,7 @@ def is_check(target: Target) -> bool:
 
 @dataclass(frozen=True)
 class Check:
-    """A branch of which one side only raises.
+    """A branch of which one side only raises, or whose side is fixed.
 
     Attributes
     ----------
@@ -73,18 +81,21 @@ class Check:
         The condition, as its source says it.
     source
         ``file:line``, the file without the folder that it is installed in.
+    raises
+        Whether the other side raises.
     """
 
     needed: bool
     text: str
     source: str
+    raises: bool = True
 
 
 def keep_check(check: Check, condition: Tensor | torch.SymBool) -> None:
     """Put a check into the graph that is being traced."""
     as_tensor: Callable[..., Tensor] = torch.scalar_tensor
     value = condition.detach() if isinstance(condition, Tensor) else as_tensor(condition)
-    _CHECK(value, check.needed, check.text, check.source)
+    _CHECK(value, check.needed, check.text, check.source, check.raises)
 
 
 def check_at(frame: FrameType, model: FrameType) -> Check | None:
@@ -111,6 +122,13 @@ def check_at(frame: FrameType, model: FrameType) -> Check | None:
     if needed is None or tree.may_be_caught(node) or any(map(_may_catch, callers)):
         return None
     return _described(needed, ast.unparse(node), frame, callers)
+
+
+def branch_at(frame: FrameType, model: FrameType, side: bool) -> Check:
+    """Return the check that running code takes this side of a branch; arguments as for `check_at`."""
+    asking = _asking_node(frame)
+    text = "" if asking is None else ast.unparse(asking[1])
+    return replace(_described(side, text, frame, _callers(frame, model)), raises=False)
 
 
 def demand_at(frame: FrameType, model: FrameType) -> Check | None:

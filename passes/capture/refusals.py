@@ -136,6 +136,8 @@ def explain(
     if guard.transform and not depends_on_data:
         reason, line = f"a torch.func transform cannot be traced here ({reason})", line or guard.transform
         fix = "use torch.autograd.grad(..., create_graph=True), or put it into a torch.autograd.Function"
+    if guard.branches is None and op.endswith(("__bool__", "item", "equal", "allclose", "is_nonzero")):
+        fix += "; a branch that takes one side in all steps: compile(..., fixed_branches=True)"
     if integers:
         fix = fix.replace("[its name])", f"[its name]) (one of {', '.join(integers)})")
     line = line or guard.suspect

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
@@ -22,6 +23,7 @@ from zbcompile.passes import torch_private
 __all__ = [
     "AttributeChanges",
     "attributes_kept",
+    "buffers_kept",
     "gradients_kept",
     "random_kept",
     "state_guarded",
@@ -169,6 +171,20 @@ def _kind(table: dict[object, object]) -> type[dict[object, object]]:
 
 def _entries(table: dict[object, object]) -> list[tuple[object, object]]:
     return list(_kind(table).items(table))
+
+
+@contextlib.contextmanager
+def buffers_kept(root: nn.Module) -> Iterator[None]:
+    """Give the buffers of a model back their tensors and values."""
+    held = torch_private.assigned_buffers(root)
+    before = [(*place, buffer, buffer.detach().clone()) for place, buffer in held.items()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in before:
+                torch_private.set_buffer(module, name, buffer)
+                buffer.resize_(value.shape).copy_(value)
 
 
 @contextlib.contextmanager

@@ -20,8 +20,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from zbcompile.errors import CaptureError
 from zbcompile.passes import torch_private
+from zbcompile.passes.capture.branches import FixedBranches
 from zbcompile.passes.capture.ctc_loss import ctc_loss
-from zbcompile.passes.capture.data_checks import Check, check_at, demand_at, keep_check
+from zbcompile.passes.capture.data_checks import Check, branch_at, check_at, demand_at, keep_check
 from zbcompile.passes.capture.draws import Draws
 from zbcompile.passes.capture.known_values import KnownValues
 from zbcompile.passes.provenance import caller_source
@@ -60,6 +61,8 @@ class TraceGuard(TorchFunctionMode):
         Arguments that have the same value in every step.
     buffers
         Name of a buffer of whole numbers -> its tensor in the trace, and its value.
+    branches
+        What the example answers to questions that make a branch; None: such a question is refused.
 
     Attributes
     ----------
@@ -79,8 +82,10 @@ class TraceGuard(TorchFunctionMode):
         model: FrameType | None = None,
         pinned: Sequence[Tensor] = (),
         buffers: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+        branches: FixedBranches | None = None,
     ) -> None:
         super().__init__()
+        self.branches = branches
         self.failed = self.read = self.transform = self.suspect = ""
         self._traced, self._model = traced, model
         self._draws, self._values = Draws(), KnownValues(pinned, buffers)
@@ -116,9 +121,16 @@ class TraceGuard(TorchFunctionMode):
             return ctc_loss(*taken, **given)  # type: ignore[arg-type]
         if func is torch_private.assert_later and self.demand(cast("Tensor", taken[0]), sys._getframe(1)):
             return None
-        if func in _QUESTIONS and (check := self._check(sys._getframe(1))) is not None:
-            keep_check(check, _QUESTIONS[func](*taken, **given))
-            return check.needed
+        if func in _QUESTIONS:
+            frame = sys._getframe(1)
+            side = None if self.branches is None else self.branches.next(frame)
+            if (check := self._check(frame, side)) is not None:
+                keep_check(check, _QUESTIONS[func](*taken, **given))
+                return check.needed
+        if func is torch.Tensor.item and cast("Tensor", taken[0]).dtype is torch.bool:
+            found = self.truth(cast("Tensor", taken[0]), sys._getframe(1))
+            if found is not None:
+                return found
         try:
             result = self._values.call(func, taken, given, func)
         except Exception:
@@ -135,6 +147,7 @@ class TraceGuard(TorchFunctionMode):
         CaptureError
             It depends on a random draw.
         """
+        side = None if self.branches is None else self.branches.next(frame)
         if isinstance(value, Tensor):
             if value.numel() != 1 or torch_private.is_wrapped(value):
                 return None
@@ -147,7 +160,7 @@ class TraceGuard(TorchFunctionMode):
                 return known
         elif not torch_private.depends_on_data(value):
             return None
-        check = self._check(frame)
+        check = self._check(frame, side)
         if check is None:
             return None
         keep_check(check, value)
@@ -167,8 +180,12 @@ class TraceGuard(TorchFunctionMode):
             keep_check(check, (value != 0).all() if isinstance(value, Tensor) else value)
         return check is not None
 
-    def _check(self, frame: FrameType) -> Check | None:
-        return None if self._model is None else check_at(frame, self._model)
+    def _check(self, frame: FrameType, side: bool | None = None) -> Check | None:
+        """Return the check that code makes with a truth, or that it takes the side of the example."""
+        if self._model is None:
+            return None
+        found = check_at(frame, self._model)
+        return branch_at(frame, self._model, side) if found is None and side is not None else found
 
     def _checked(self, value: object) -> object:
         """Return an argument with traced tensors in the place of the model's own; refuse what is neither."""

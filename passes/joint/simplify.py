@@ -103,7 +103,8 @@ class _Simplifier:
         if not _same_layout(node, argument):
             return False
         value: Tensor = argument.meta["val"]
-        return bool(value.untyped_storage().nbytes() == value.numel() * value.element_size())
+        size = value.untyped_storage().nbytes()
+        return _known_equal((size,), (value.numel() * value.element_size(),))
 
     def _earlier(self, node: Node) -> Node | None:
         """Return an earlier call with the same result, or None; later calls may then find this one."""

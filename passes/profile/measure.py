@@ -49,10 +49,6 @@ def measure(
     repeats
         How often a stage is timed, unless that takes longer than two seconds.
     """
-    scratch = dict(state)
-    for stage in stages:
-        for name in stage.mutated:
-            scratch[name] = state[name].clone()
     values: dict[str, Tensor] = {}
     costs = []
     with torch.no_grad(), torch.random.fork_rng():
@@ -60,7 +56,7 @@ def measure(
             inputs = [
                 microbatch[p.source[1]] if p.source[0] == "batch" else values[p.name] for p in stage.inputs
             ]
-            outputs, times = _time_stage(stage, scratch, inputs, repeats)
+            outputs, times = _time_stage(stage, state, inputs, repeats)
             values.update({p.name: t for p, t in zip(stage.outputs, outputs, strict=True)})
             costs.append(
                 StageCost(
@@ -110,10 +106,10 @@ def _time_stage(
     began = time.perf_counter()
     outputs: list[Tensor] = []
     for turn in range(repeats + 1):
-        f, (outputs, saved) = _timed(stage, stage.run_forward, state, list(inputs))
+        f, (outputs, saved) = _timed(stage, stage.run_forward, _unchanged(stage, state), list(inputs))
         b, (_, saved) = _timed(stage, stage.run_backward_input, saved, _tangents(stage))
         w, _ = _timed(stage, stage.run_backward_weight, saved)
-        _, saved = stage.run_forward(state, list(inputs))
+        _, saved = stage.run_forward(_unchanged(stage, state), list(inputs))
         bw, _ = _timed(stage, stage.run_full_backward, saved, _tangents(stage))
         if turn:
             samples.append((f, b, w, bw))
@@ -121,6 +117,11 @@ def _time_stage(
             break
     columns = [int(statistics.median(column)) for column in zip(*samples, strict=True)]
     return outputs, (columns[0], columns[1], columns[2], columns[3])
+
+
+def _unchanged(stage: StageGraphs, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state with copies of the buffers that F changes: code may ask for their values."""
+    return {**state, **{name: state[name].clone() for name in stage.mutated}}
 
 
 def _tangents(stage: StageGraphs) -> list[Tensor | None]:

@@ -106,6 +106,7 @@ def test_all_options_but_the_named_ones_are_agreed_on() -> None:
         "batch_dim": 1,
         "result_dim": 1,
         "other_shapes": "refuse",
+        "fixed_branches": True,
         "stall_limit_s": 1.0,
     }
     compared_elsewhere = {"model", "loss_fn", "group", "split_points"}

@@ -28,7 +28,7 @@ from tests.support.pipeline_oracle import (
     same,
     same_state,
 )
-from zbcompile.errors import CaptureError, CutError, SplitError, UsageError, ZBCompileError
+from zbcompile.errors import CaptureError, CutError, ShapeError, SplitError, UsageError, ZBCompileError
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -589,6 +589,27 @@ def test_arguments_that_cannot_be_meant(options: dict[str, Any], words: str) -> 
     } | options
     with pytest.raises(UsageError, match=words):
         zbcompile.compile(model, **given)
+
+
+def test_results_of_several_sizes_are_refused_only_where_they_are_joined() -> None:
+    def found(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = m.second(torch.relu(m.first(x)))
+        return y.square().sum(), y[:, y.detach()[0] > 0]
+
+    model, x = Calls(found), batch_of(SIZE)
+    assert len({model(part)[1].shape for part in x.chunk(3)}) > 1
+    pipeline = compiled(model, Batch((x,)), 2, 3)
+    with pytest.raises(ShapeError, match="differ in shape.*joined"):
+        pipeline.step(x, return_outputs=True)
+    assert all(p.grad is None for p in model.parameters())
+    assert pipeline.step(x) is None
+    mine = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    (sum(model(part)[0] for part in x.chunk(3)) / 3).backward()
+    assert all((a is None) == (p.grad is None) for a, p in zip(mine, model.parameters(), strict=True))
+    for a, p in zip(mine, model.parameters(), strict=True):
+        if a is not None:
+            torch.testing.assert_close(a, p.grad, rtol=1e-6, atol=1e-6)  # divided after the sum
 
 
 def test_step_without_a_loss_and_losses_of_the_wrong_kind() -> None:

@@ -94,7 +94,9 @@ class Evaluation:
         loss_fn = options.loss_fn if batch.target is not None else None
         self.has_loss_fn = loss_fn is not None
         held = [(*s.parameters, *s.buffers) for s in trained_stages]
-        self.staged = build_forward(options.model, self.call.example, loss_fn, held, self.call.constants)
+        self.staged = build_forward(
+            options.model, self.call.example, loss_fn, held, self.call.constants, options.fixed_branches
+        )
         one = trained.comm.one_communicator
         order, problem = forward_order(self.staged.stages, trained.problem, count)
         comm = lower_order(order, problem, one_communicator=one)
@@ -128,6 +130,7 @@ def build_forward(
     loss_fn: Callable[..., Tensor] | None,
     held: Sequence[Sequence[str]],
     constant: Collection[int] = (),
+    fixed_branches: bool = False,
 ) -> StagedForward:
     """Capture a model in evaluation mode and cut it as the trained stages are cut.
 
@@ -137,6 +140,8 @@ def build_forward(
         Per trained stage the names of its parameters and buffers.
     constant
         Flat positions of the tensors whose values become part of the graphs.
+    fixed_branches
+        As for `capture`.
 
     Raises
     ------
@@ -151,6 +156,7 @@ def build_forward(
             target=microbatch.target,
             loss_fn=loss_fn,
             constant=constant,
+            fixed_branches=fixed_branches,
         )
     fold_constant_masks(captured)
     stages = forward_stages(captured, held)

@@ -241,6 +241,7 @@ def _stages(
         verify=False if homes is not None and options.free_model else options.verify,
         planned_for=options.profile if isinstance(options.profile, Device) else None,
         constant=call.constants,
+        fixed_branches=options.fixed_branches,
         observer=observer,
     )
 

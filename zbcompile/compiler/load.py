@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from zbcompile.errors import ShapeError
 from zbcompile.passes.capture.nested_values import Spec
 from zbcompile.passes.lower.insert_comm import CommSchedule
 from zbcompile.runtime.distributed_runner import DistributedRunner
@@ -146,7 +147,16 @@ def _parts(steps: Sequence[Step], place: tuple[int, int]) -> list[Tensor] | None
 def _join(parts: list[Tensor], dim: int) -> Tensor:
     if not parts[0].dim():
         return torch.stack(parts)
-    return torch.cat(parts, dim if -parts[0].dim() <= dim < parts[0].dim() else 0)
+    dim = dim % parts[0].dim() if -parts[0].dim() <= dim < parts[0].dim() else 0
+    others = [[n for d, n in enumerate(part.shape) if d != dim] for part in parts]
+    if any(sizes != others[0] for sizes in others):
+        raise ShapeError(
+            "results of the microbatches differ in shape: they cannot be joined",
+            needed=f"equal sizes but in dimension {dim}",
+            given=", ".join(str(list(part.shape)) for part in parts),
+            fix="call step without return_outputs, or let the model pad its result to one size",
+        )
+    return torch.cat(parts, dim)
 
 
 def _joined_loss(parts: list[Tensor], steps: Sequence[Step], weights: Sequence[float] | None) -> Tensor:

@@ -46,6 +46,7 @@ def build_stages(
     verify: bool | None = False,
     planned_for: Device | None = None,
     constant: Collection[int] = (),
+    fixed_branches: bool = False,
     observer: Observer = quiet,
 ) -> StagedModel:
     """Capture a model on one example microbatch, cut it, and split the backward of every stage.
@@ -71,6 +72,8 @@ def build_stages(
         Device on which the stages shall take equal times; None: one core of a CPU, by nominal rates.
     constant
         Flat positions of the tensors in (args, kwargs, target) whose values become part of the graphs.
+    fixed_branches
+        Whether branches on data take the side that they take on this microbatch, and are checked.
     observer
         Called after each step.
 
@@ -85,7 +88,16 @@ def build_stages(
         Each names module path and source line where known.
     """
     check_backend(backend)
-    captured = capture(model, args, kwargs, target=target, loss_fn=loss_fn, device=device, constant=constant)
+    captured = capture(
+        model,
+        args,
+        kwargs,
+        target=target,
+        loss_fn=loss_fn,
+        device=device,
+        constant=constant,
+        fixed_branches=fixed_branches,
+    )
     captured = _with_usable_loss(captured, loss_fn is not None)
     observer("capture", captured)
     fold_constant_masks(captured)
