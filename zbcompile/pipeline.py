@@ -19,9 +19,11 @@ from zbcompile.compiler.checkpoint import (
 )
 from zbcompile.compiler.compiled import CompiledPipeline, StepResult
 from zbcompile.compiler.dump import observer_from_environment
+from zbcompile.compiler.merged import save_merged
 from zbcompile.compiler.norms import gradient_norms, total_norm
 from zbcompile.compiler.observe import Observer
 from zbcompile.compiler.planning import gradient_bytes
+from zbcompile.compiler.saved import Own, load, save
 from zbcompile.errors import UsageError
 from zbcompile.formats import profile_json
 from zbcompile.formats.detect import load_schedule
@@ -512,6 +514,77 @@ class Pipeline(Sequence[Stage]):
             Names the parameter that is missing or whose options differ from its group's; nothing is changed.
         """
         load_optimizer(self._trained(), self._own_names(), optimizer, state)
+
+    def save(
+        self, path: str | os.PathLike[str], optimizer: Optimizer | None = None, extra: object = None
+    ) -> None:
+        """Write a checkpoint: weights, optimizer, step number, seed and plan of all ranks, in one folder.
+
+        Every rank calls it, with the same path and ``extra``, between two steps. The folder, which all ranks
+        must be able to write, appears whole: where a rank is killed meanwhile, what was there before stays.
+        Tensors stand in the format of ``torch.distributed.checkpoint`` under the names of the unpipelined
+        model and optimizer (docs/checkpoints.md), so any number of ranks and stages, or the plain model, goes
+        on with it.
+
+        Parameters
+        ----------
+        path
+            A folder, new or of an earlier checkpoint.
+        optimizer
+            Saved with its groups and options.
+        extra
+            Any JSON value, which `load` returns: position in the data, state of a schedule.
+
+        Raises
+        ------
+        UsageError
+            ``extra`` is no JSON value, the folder holds something else or cannot be written, a tensor has no
+            values yet. Raised on all ranks; the next step can run.
+        PipelineError
+            The ranks differ in what they save, a part cannot be written (the next step can run), or a rank is
+            lost.
+        """
+        self._refuse_if_closed()
+        save(self._ready(), self._own, path, optimizer, extra)
+
+    def load(self, path: str | os.PathLike[str], optimizer: Optimizer | None = None) -> Any:
+        """Go on from a checkpoint: read weights, optimizer and step number, all of them or nothing.
+
+        Every rank calls it. The folder may have been saved by other numbers of ranks and stages, or by
+        ``torch.distributed.checkpoint`` from the plain model. The optimizer need not have made a step.
+
+        Returns
+        -------
+        object
+            What was given as ``extra``; None for a checkpoint of the plain model.
+
+        Raises
+        ------
+        FormatError
+            The folder is no checkpoint, is damaged, or would need code of its own to be read.
+        ShapeError, UsageError
+            It is another model's, lacks the optimizer, or was trained with another seed where masks depend on
+            it. Raised on all ranks, which keep what they have; the next step can run.
+        """
+        self._refuse_if_closed()
+        return load(self._ready(), self._own, path, optimizer)
+
+    def save_merged(self, path: str | os.PathLike[str]) -> None:
+        """Write all weights and buffers of the model to one safetensors file, on rank 0.
+
+        Every rank calls it; rank 0 holds all of them meanwhile. A tied tensor is written once, under its
+        first name; the file's metadata holds its other names.
+
+        Raises
+        ------
+        PipelineError
+            The file cannot be written (its name must end in ``.safetensors``), or a rank is lost.
+        """
+        self._refuse_if_closed()
+        save_merged(self._ready(), self._own, path)
+
+    def _own(self) -> Own:
+        return Own(self._own_tensors(), self._trained(), self._own_names())
 
     def _own_tensors(self) -> dict[str, Tensor]:
         compiled = self._ready()
