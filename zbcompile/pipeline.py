@@ -25,7 +25,8 @@ from zbcompile.compiler.observe import Observer
 from zbcompile.compiler.planning import gradient_bytes
 from zbcompile.compiler.saved import Own, load, save
 from zbcompile.errors import UsageError
-from zbcompile.formats import profile_json
+from zbcompile.formats import folders, profile_json
+from zbcompile.formats.checkpoint_json import PLAN_FILE
 from zbcompile.formats.detect import load_schedule
 from zbcompile.formats.files import read_text
 from zbcompile.formats.measured_json import Measured
@@ -65,6 +66,7 @@ def compile(
     schedule: Schedule | Solution | str | os.PathLike[str] | None = None,
     num_ranks: int | None = None,
     group: ProcessGroup | None = None,
+    plan_group: ProcessGroup | None = None,
     seed: int = 0,
     recompute: Recompute = "none",
     split_points: Sequence[str] | Policy | None = None,
@@ -107,11 +109,16 @@ def compile(
         Costs to plan with: a `Profile` or a file, or a `Device` (``device_named("H100")``) to count them for.
         Default: the stages are measured here. A model on the meta device cannot be measured.
     schedule
-        An order to run as it is instead of a search: a `Schedule`, a `Solution`, a schedule file, or torch's
-        CSV.
+        An order to run as it is instead of a search: a `Schedule`, a `Solution`, a schedule file, torch's
+        CSV; or the folder of a checkpoint (`Pipeline.save`), whose plan is taken with the costs that it was
+        made for, so that nothing is measured.
     num_ranks, group
         Default: the default process group and its size where one is initialised or torchrun started the
         process; else as many ranks as stages, all run in this process.
+    plan_group
+        The process group of a job in which several pipelines of the same form run side by side (replicas),
+        each with its own ``group``: all of its processes compile at the same time, and run the plan that its
+        first one makes. Default: each pipeline makes its own.
     seed
         Of the random streams (dropout) and of the search.
     recompute, split_points, backend, verify
@@ -149,6 +156,7 @@ def compile(
         An argument cannot be meant.
     """
     _check_types(model, example_args, example_kwargs)
+    saved = _saved_plan(schedule)
     options = CompileOptions(
         model=model,
         num_stages=num_stages,
@@ -158,10 +166,12 @@ def compile(
         placement=_placement(placement),
         objective=objective,
         transport=transport,
-        profile=_profile(profile),
-        schedule=_schedule(schedule),
+        profile=saved.problem.profile if saved is not None and profile is None else _profile(profile),
+        schedule=_schedule(schedule if saved is None else saved),
+        solution=saved,
         num_ranks=num_ranks,
         group=group,
+        plan_group=plan_group,
         seed=seed,
         recompute=recompute,
         split_points=split_points,
@@ -213,6 +223,17 @@ def _profile(profile: Profile | Device | str | os.PathLike[str] | None) -> Profi
     if isinstance(profile, str | os.PathLike):
         return profile_json.loads(read_text(profile), str(profile)).profile
     return profile
+
+
+def _saved_plan(schedule: object) -> Solution | None:
+    """Return the whole plan of a checkpoint; None where no checkpoint was given."""
+    if not isinstance(schedule, str | os.PathLike):
+        return None
+    folder = folders.present(os.path.realpath(schedule))
+    if not os.path.isdir(folder):
+        return None
+    path = os.path.join(folder, PLAN_FILE)
+    return load_schedule(read_text(path), path)[0].solution()
 
 
 def _schedule(schedule: Schedule | Solution | str | os.PathLike[str] | None) -> Schedule | None:

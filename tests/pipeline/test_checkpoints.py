@@ -23,6 +23,7 @@ from tests.support.checkpoint_workers import (
     EXTRA,
     adamw,
     narrow,
+    replicas,
     saved_and_continued,
     saved_and_killed,
     steps,
@@ -193,3 +194,14 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         pipeline.save(tmp_path / "whole", optimizer)
     pipeline.load(tmp_path / "whole", fresh)
     assert len(fresh.state) == len(before)
+
+
+def test_replicas_and_restarts_run_the_plan_that_was_made_once(tmp_path: Path) -> None:
+    records = spawn(replicas, 4, (str(tmp_path),), timeout_s=200)
+    for record in records:
+        assert (
+            "PipelineError: the ranks differ in their stage graphs: rank 3 from rank 0" in record["different"]
+        )
+        assert record["plan"] == records[0]["plan"] == record["again"]
+        assert record["equal"]
+    assert "source='measured" in records[0]["plan"]

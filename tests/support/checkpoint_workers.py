@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -133,3 +134,39 @@ def _full(*args: object) -> None:
 
 def _killed(*args: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def replicas(rank: int, folder: str) -> dict[str, Any]:
+    """Train two replicas of two ranks each, by one plan; compile and train them again from a checkpoint."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    own = pairs[rank // 2]
+    form = {"loss_fn": nn.functional.mse_loss, "num_microbatches": 2, "time_limit": 0.3, "group": own}
+    call = {"args": (torch.ones(4, 8),), "target": torch.zeros(4, 8)}
+    example = {"example_args": call["args"], "example_target": call["target"], "stall_limit": 60.0}
+
+    def model(wide: bool) -> nn.Module:
+        torch.manual_seed(0)
+        last = nn.Linear(8, 8, bias=not wide)
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(7)), last)
+
+    different = refused(
+        lambda: zbcompile.compile(model(rank == 3), 4, plan_group=dist.group.WORLD, **form, **example)
+    )
+    pipeline = zbcompile.compile(model(False), 4, plan_group=dist.group.WORLD, **form, **example)
+    optimizer = adamw(pipeline.parameters())
+    steps(pipeline, optimizer, call, 1)
+    pipeline.save(f"{folder}/{rank // 2}", optimizer)
+    again = zbcompile.compile(model(False), 4, schedule=f"{folder}/{rank // 2}", **form, **example)
+    later = adamw(again.parameters())
+    again.load(f"{folder}/{rank // 2}", later)
+    steps(again, later, call, 1)
+    steps(pipeline, optimizer, call, 1)
+    pipeline.synchronize()
+    again.synchronize()
+    equal = all(torch.equal(tensor, again.state_dict()[n]) for n, tensor in pipeline.state_dict().items())
+    return {
+        "different": different,
+        "plan": repr(pipeline.solution),
+        "again": repr(again.solution),
+        "equal": equal,
+    }

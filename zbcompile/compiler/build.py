@@ -44,10 +44,9 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
         The ranks differ; an argument cannot be meant.
     """
     # 1. Who runs it, and what one call of it looks like. A rank that fails from here on ends the others.
-    group = PipelineGroup.present(options.group, options.stall_limit_s)
-    with _built_by_all(group, observer) as observer:
-        if group is not None:
-            group.agree(options.agreed_parts())
+    with _ranks(options, observer) as (group, planners, observer):
+        if planners is not None:
+            planners.agree(options.agreed_parts())
         num_ranks = _num_ranks(options, group)
         for option, keys in (("whole", options.whole), ("constant", options.constant)):
             check_named(option, keys, options.model, batch)
@@ -76,7 +75,7 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
             check_batch_dimension(options.model, call, batch)
 
         # 3. measure or count -> plan, once for all ranks
-        solution = plan_for_all(options, group, num_ranks, call, staged, observer)
+        solution = plan_for_all(options, planners, num_ranks, call, staged, observer)
         keep_order_of_changes(solution.schedule, staged)
 
         # 4. merge_backward -> insert_comm -> check -> codegen
@@ -93,6 +92,25 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
 
         # 5. load
         return CompiledPipeline(options, group, call, staged, plan, programs)
+
+
+@contextlib.contextmanager
+def _ranks(
+    options: CompileOptions, observer: Observer
+) -> Iterator[tuple[PipelineGroup | None, PipelineGroup | None, Observer]]:
+    """Build as one call: of the pipeline's ranks, and of all ranks that run one plan with them.
+
+    Yields both, or None for this process alone; and the observer, which looks whether a rank has failed.
+    """
+    job = None
+    if options.plan_group is not None:
+        job = PipelineGroup.present(options.plan_group, options.stall_limit_s)
+    with _built_by_all(job, observer) as observer:
+        group = PipelineGroup.present(options.group, options.stall_limit_s)
+        with _built_by_all(group, observer) as observer:
+            yield group, job or group, observer
+    if job is not None:
+        job.close()
 
 
 @contextlib.contextmanager

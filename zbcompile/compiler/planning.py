@@ -48,6 +48,13 @@ def plan_for_all(
 ) -> Solution:
     """Profile and plan: here where all ranks run in this process, else on rank 0 for all ranks.
 
+    Parameters
+    ----------
+    options, num_ranks, call, staged, observer
+        Of this pipeline.
+    group
+        The processes that run one plan: the pipeline's ranks, or those of several pipelines.
+
     Raises
     ------
     PipelineError
@@ -55,7 +62,7 @@ def plan_for_all(
     """
     if group is None:
         return profile_and_plan(options, num_ranks, call, staged, observer)
-    _agree(group, call, staged)
+    _agree(group, num_ranks, call, staged)
     text = None
     if group.rank == 0:
         text = schedule_json.dumps(profile_and_plan(options, num_ranks, call, staged, observer))
@@ -87,7 +94,8 @@ def solve(options: CompileOptions, profile: Profile, num_ranks: int, num_microba
         options.transport,
     )
     if given is not None:
-        return rated(given, problem)
+        made = options.solution
+        return made if made is not None and made.problem == problem else rated(given, problem)
     try:
         if placement is None:
             return plan_auto(problem, time_limit_s=options.time_limit_s, seed=options.seed).solution
@@ -239,10 +247,11 @@ def _placement(options: CompileOptions, num_ranks: int) -> Placement | None:
     return Placement.named(chosen, num_ranks, stages // num_ranks)
 
 
-def _agree(group: PipelineGroup, call: CallForm, staged: StagedModel) -> None:
+def _agree(group: PipelineGroup, num_ranks: int, call: CallForm, staged: StagedModel) -> None:
     """Refuse to start where the ranks have different models or batches."""
     group.agree(
         {
+            "number of ranks": str(num_ranks),
             "microbatches": str(call.num_microbatches),
             "stage graphs": " ".join(s.signature_hash() for s in staged.stages),
             "batch": f"{call.plan.names} {call.plan.sliced} {call.plan.shapes}",

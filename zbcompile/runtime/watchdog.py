@@ -408,6 +408,8 @@ class Watchdog:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal, in the main thread."""
+        if not self.ended and callable(self._old_handler):
+            self._old_handler(number, frame)  # of a call around this one
         if not (self.ended and self.inside) or (self.gentle and self._ended_s < _GENTLE_S):
             return
         while frame is not None:
