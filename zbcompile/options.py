@@ -44,6 +44,8 @@ class CompileOptions:
         The plan that the order comes from, with its costs and certificate, where it was made for such stages.
     plan_group
         The processes that run one plan, which several pipelines may share; None: those of the pipeline.
+    cache
+        Folder of plans that were made before; None: none.
     whole
         Tensors that every microbatch gets whole: positions of args, names of the forward's arguments.
     constant
@@ -81,6 +83,7 @@ class CompileOptions:
     whole: tuple[str | int, ...] = ()
     constant: tuple[str | int, ...] = ()
     stall_limit_s: float = 300.0
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages)
@@ -149,7 +152,7 @@ class CompileOptions:
         return {"plan": schedule, "profile": profile, "options": repr(parts)}
 
 
-_COMPARED_ELSEWHERE = ("model", "loss_fn", "group", "plan_group", "split_points")
+_COMPARED_ELSEWHERE = ("model", "loss_fn", "group", "plan_group", "split_points", "cache")
 
 
 def argument_places(option: str, value: object) -> tuple[str | int, ...]:

@@ -78,6 +78,7 @@ def compile(
     whole: Sequence[str | int] = (),
     constant: Sequence[str | int] = (),
     stall_limit: float = 300.0,
+    cache: str | os.PathLike[str] | None = None,
     observer: Observer | None = None,
 ) -> Pipeline:
     """Cut a model into stages, find the best order of their work, and make it runnable.
@@ -137,6 +138,10 @@ def compile(
         them; a step with other values is refused.
     stall_limit
         Seconds after which a rank that waits is reported and the step ended on all ranks.
+    cache
+        Folder in which plans are kept, to be found again at the next start with the same graphs, options,
+        ranks and versions: then nothing is measured, searched, or, unless ``verify`` is True, compared with
+        the model. Each process may have a folder of its own; rank 0's decides the plan.
     observer
         Called after every step of the compiler, before the next begins, with the step's name and what it
         made. ``ZBCOMPILE_DUMP=directory`` writes these to files.
@@ -183,6 +188,7 @@ def compile(
         whole=argument_places("whole", whole),
         constant=argument_places("constant", constant),
         stall_limit_s=stall_limit,
+        cache=None if cache is None else os.path.abspath(cache),
     )
     pipeline = Pipeline(options, observer or observer_from_environment())
     if example_args is not None or example_kwargs is not None:

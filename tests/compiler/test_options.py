@@ -107,7 +107,7 @@ def test_all_options_but_the_named_ones_are_agreed_on() -> None:
         "constant": ("x",),
         "stall_limit_s": 1.0,
     }
-    compared_elsewhere = {"model", "loss_fn", "group", "plan_group", "split_points"}
+    compared_elsewhere = {"model", "loss_fn", "group", "plan_group", "split_points", "cache"}
     assert set(CompileOptions.__dataclass_fields__) == set(other) | compared_elsewhere
     for name, value in other.items():
         assert replace(base, **{name: value}).agreed_parts() != base.agreed_parts(), name

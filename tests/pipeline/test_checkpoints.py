@@ -202,6 +202,7 @@ def test_replicas_and_restarts_run_the_plan_that_was_made_once(tmp_path: Path) -
         assert (
             "PipelineError: the ranks differ in their stage graphs: rank 3 from rank 0" in record["different"]
         )
-        assert record["plan"] == records[0]["plan"] == record["again"]
+        assert record["plan"] == records[0]["plan"] == record["again"] == record["cached"]
+        assert not {"measure", "verify"} & set(record["seen"])
         assert record["equal"]
     assert "source='measured" in records[0]["plan"]

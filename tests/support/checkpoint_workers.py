@@ -152,7 +152,12 @@ def replicas(rank: int, folder: str) -> dict[str, Any]:
     different = refused(
         lambda: zbcompile.compile(model(rank == 3), 4, plan_group=dist.group.WORLD, **form, **example)
     )
-    pipeline = zbcompile.compile(model(False), 4, plan_group=dist.group.WORLD, **form, **example)
+    job = {"plan_group": dist.group.WORLD, "cache": f"{folder}/cache"}
+    pipeline = zbcompile.compile(model(False), 4, **job, **form, **example)
+    seen: list[str] = []
+    cached = zbcompile.compile(
+        model(False), 4, **job, **form, **example, observer=lambda name, artifact: seen.append(name)
+    )
     optimizer = adamw(pipeline.parameters())
     steps(pipeline, optimizer, call, 1)
     pipeline.save(f"{folder}/{rank // 2}", optimizer)
@@ -168,5 +173,7 @@ def replicas(rank: int, folder: str) -> dict[str, Any]:
         "different": different,
         "plan": repr(pipeline.solution),
         "again": repr(again.solution),
+        "cached": repr(cached.solution),
+        "seen": seen,
         "equal": equal,
     }

@@ -14,6 +14,7 @@ from zbcompile.compiler.call import Batch, CallForm, check_named
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.lower import lower
 from zbcompile.compiler.observe import Observer, quiet
+from zbcompile.compiler.plan_cache import PlanCache
 from zbcompile.compiler.planning import (
     gradient_bytes,
     keep_order_of_changes,
@@ -53,6 +54,8 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
         count = _num_microbatches(options, batch, num_ranks)
         call = CallForm(batch, options.model, count, options.whole, options.constant)
 
+        cache = PlanCache(options, num_ranks, call)
+
         # 2. capture -> fold_constant_masks -> partition -> split_backward -> verify
         one = call.example
         staged = build_stages(
@@ -68,6 +71,7 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
             verify=options.verify,
             planned_for=options.profile if isinstance(options.profile, Device) else None,
             constant=call.constants,
+            known=cache.knows,
             observer=observer,
         )
 
@@ -75,7 +79,7 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
             check_batch_dimension(options.model, call, batch)
 
         # 3. measure or count -> plan, once for all ranks
-        solution = plan_for_all(options, planners, num_ranks, call, staged, observer)
+        solution = plan_for_all(options, planners, num_ranks, call, staged, cache, observer)
         keep_order_of_changes(solution.schedule, staged)
 
         # 4. merge_backward -> insert_comm -> check -> codegen
@@ -89,6 +93,9 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
         programs = plan.programs(observer, gradient_bytes(staged))
         if group is not None:
             group.agree({"programs": "\n".join(programs)})
+
+        if planners is None or planners.rank == 0:
+            cache.keep(staged, plan.solution)
 
         # 5. load
         return CompiledPipeline(options, group, call, staged, plan, programs)

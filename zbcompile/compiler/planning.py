@@ -9,15 +9,13 @@ import torch
 
 from zbcompile.compiler.call import CallForm
 from zbcompile.compiler.observe import Observer
+from zbcompile.compiler.plan_cache import PlanCache
 from zbcompile.errors import CheckError, InfeasibleError, UsageError
 from zbcompile.formats import schedule_json
 from zbcompile.options import CompileOptions
 from zbcompile.passes.profile.counted import counted_profile
 from zbcompile.passes.profile.measure import measure
 from zbcompile.passes.split.staged_model import StagedModel
-from zbcompile.planner.imported import rated
-from zbcompile.planner.placements import plan_auto
-from zbcompile.planner.plan import plan
 from zbcompile.runtime.gradients import tied_holders
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.schedule.costs import Profile
@@ -44,13 +42,14 @@ def plan_for_all(
     num_ranks: int,
     call: CallForm,
     staged: StagedModel,
+    cache: PlanCache,
     observer: Observer,
 ) -> Solution:
     """Profile and plan: here where all ranks run in this process, else on rank 0 for all ranks.
 
     Parameters
     ----------
-    options, num_ranks, call, staged, observer
+    options, num_ranks, call, staged, cache, observer
         Of this pipeline.
     group
         The processes that run one plan: the pipeline's ranks, or those of several pipelines.
@@ -61,13 +60,28 @@ def plan_for_all(
         The ranks were asked for different things.
     """
     if group is None:
-        return profile_and_plan(options, num_ranks, call, staged, observer)
+        return _found_or_planned(options, num_ranks, call, staged, cache, observer)
     _agree(group, num_ranks, call, staged)
     text = None
     if group.rank == 0:
-        text = schedule_json.dumps(profile_and_plan(options, num_ranks, call, staged, observer))
+        text = schedule_json.dumps(_found_or_planned(options, num_ranks, call, staged, cache, observer))
     plan = group.from_first(text, "the plan", options.time_limit_s)
     return schedule_json.loads(plan, "the plan of rank 0").solution()
+
+
+def _found_or_planned(
+    options: CompileOptions,
+    num_ranks: int,
+    call: CallForm,
+    staged: StagedModel,
+    cache: PlanCache,
+    observer: Observer,
+) -> Solution:
+    found = cache.find(staged)
+    if found is None:
+        return profile_and_plan(options, num_ranks, call, staged, observer)
+    observer("plan", found)
+    return found
 
 
 def profile_and_plan(
@@ -82,7 +96,10 @@ def profile_and_plan(
 
 
 def solve(options: CompileOptions, profile: Profile, num_ranks: int, num_microbatches: int) -> Solution:
-    """Plan for the placement that was asked for, or for every one that fits and keep the best."""
+    """Plan for the placement that was asked for, or for every one that fits and keep the best.
+
+    The planner is loaded when it is needed: that takes a second, which ranks with a plan are spared.
+    """
     given = options.schedule
     placement = _placement(options, num_ranks) if given is None else given.placement
     problem = Problem.of(
@@ -94,8 +111,14 @@ def solve(options: CompileOptions, profile: Profile, num_ranks: int, num_microba
         options.transport,
     )
     if given is not None:
-        made = options.solution
-        return made if made is not None and made.problem == problem else rated(given, problem)
+        if options.solution is not None and options.solution.problem == problem:
+            return options.solution
+        from zbcompile.planner.imported import rated
+
+        return rated(given, problem)
+    from zbcompile.planner.placements import plan_auto
+    from zbcompile.planner.plan import plan
+
     try:
         if placement is None:
             return plan_auto(problem, time_limit_s=options.time_limit_s, seed=options.seed).solution

@@ -44,6 +44,7 @@ def build_stages(
     verify: bool | None = False,
     planned_for: Device | None = None,
     constant: Collection[int] = (),
+    known: Callable[[StagedModel], bool] | None = None,
     observer: Observer = quiet,
 ) -> StagedModel:
     """Capture a model on one example microbatch, cut it, and split the backward of every stage.
@@ -67,6 +68,8 @@ def build_stages(
         Device on which the stages shall take equal times; None: one core of a CPU, by nominal rates.
     constant
         Flat positions of the tensors in (args, kwargs, target) whose values become part of the graphs.
+    known
+        Says of stages whether they were compared before: then ``verify=None`` does not compare them again.
     observer
         Called after each step.
 
@@ -94,7 +97,9 @@ def build_stages(
     stages = with_backend(stages, backend)
     observer("backend", stages)
     staged = _staged(captured, sources, stages, backend)
-    if verify if verify is not None else cheap_to_verify(with_loss(model, loss_fn)):
+    if verify is None:
+        verify = cheap_to_verify(with_loss(model, loss_fn)) and not (known and known(staged))
+    if verify:
         report = compare_with_model(model, staged, args, kwargs, target, loss_fn)
         observer("verify", report)
     return staged
