@@ -12,6 +12,7 @@ from zbcompile.schedule.devices import Device
 from zbcompile.schedule.ir import Placement, Schedule
 from zbcompile.schedule.limits import check_seed
 from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS
+from zbcompile.schedule.solution import Solution
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +54,12 @@ class CompileOptions:
         Costs to plan with, or the device to count them for; None: the stages are measured.
     schedule
         The order to run instead of a search; None: search.
+    solution
+        The plan that the order comes from, with its costs and certificate, where it was made for such stages.
+    plan_group
+        The processes that run one plan, which several pipelines may share; None: those of the pipeline.
+    cache
+        Folder of plans that were made before; None: none.
     whole
         Tensors that every microbatch gets whole: positions of args, names of the forward's arguments.
     gradient_dtype
@@ -85,8 +92,10 @@ class CompileOptions:
     transport: str = "async"
     profile: Profile | Device | None = None
     schedule: Schedule | None = None
+    solution: Solution | None = None
     num_ranks: int | None = None
     group: ProcessGroup | None = None
+    plan_group: ProcessGroup | None = None
     seed: int = 0
     recompute: Recompute = "none"
     split_points: Sequence[str] | Policy | None = None
@@ -104,6 +113,7 @@ class CompileOptions:
     stall_limit_s: float = 300.0
     free_model: bool = False
     gradient_dtype: torch.dtype | None = None
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages)
@@ -179,11 +189,11 @@ class CompileOptions:
             for name in self.__dataclass_fields__
             if name not in _COMPARED_ELSEWHERE
         }
-        schedule, profile = parts.pop("schedule"), parts.pop("profile")
+        schedule, profile = parts.pop("schedule") + parts.pop("solution"), parts.pop("profile")
         return {"plan": schedule, "profile": profile, "options": repr(parts)}
 
 
-_COMPARED_ELSEWHERE = ("model", "loss_fn", "group", "split_points")
+_COMPARED_ELSEWHERE = ("model", "loss_fn", "group", "plan_group", "split_points", "cache")
 
 
 def argument_places(option: str, value: object) -> tuple[str | int, ...]:

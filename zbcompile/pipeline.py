@@ -19,13 +19,16 @@ from zbcompile.compiler.checkpoint import (
 )
 from zbcompile.compiler.compiled import CompiledPipeline, StepResult
 from zbcompile.compiler.dump import observer_from_environment
+from zbcompile.compiler.merged import save_merged
 from zbcompile.compiler.norms import gradient_norms, total_norm
 from zbcompile.compiler.observe import Observer
 from zbcompile.compiler.planning import gradient_bytes
 from zbcompile.compiler.replan import Replan, replan
+from zbcompile.compiler.saved import Own, load, save
 from zbcompile.compiler.scaler import PipelineScaler
 from zbcompile.errors import UsageError
-from zbcompile.formats import profile_json
+from zbcompile.formats import folders, profile_json
+from zbcompile.formats.checkpoint_json import PLAN_FILE
 from zbcompile.formats.detect import load_schedule
 from zbcompile.formats.files import read_text
 from zbcompile.formats.measured_json import Measured
@@ -67,6 +70,7 @@ def compile(
     schedule: Schedule | Solution | str | os.PathLike[str] | None = None,
     num_ranks: int | None = None,
     group: ProcessGroup | None = None,
+    plan_group: ProcessGroup | None = None,
     seed: int = 0,
     recompute: Recompute = "none",
     split_points: Sequence[str] | Policy | None = None,
@@ -84,6 +88,7 @@ def compile(
     stall_limit: float = 300.0,
     free_model: bool = False,
     gradient_dtype: torch.dtype | None = None,
+    cache: str | os.PathLike[str] | None = None,
     observer: Observer | None = None,
 ) -> Pipeline:
     """Cut a model into stages, find the best order of their work, and make it runnable.
@@ -117,11 +122,16 @@ def compile(
         Costs to plan with: a `Profile` or a file, or a `Device` (``device_named("H100")``) to count them for.
         Default: the stages are measured here. A model on the meta device cannot be measured.
     schedule
-        An order to run as it is instead of a search: a `Schedule`, a `Solution`, a schedule file, or torch's
-        CSV.
+        An order to run as it is instead of a search: a `Schedule`, a `Solution`, a schedule file, torch's
+        CSV; or the folder of a checkpoint (`Pipeline.save`), whose plan is taken with the costs that it was
+        made for, so that nothing is measured.
     num_ranks, group
         Default: the default process group and its size where one is initialised or torchrun started the
         process; else as many ranks as stages, all run in this process.
+    plan_group
+        The process group of a job in which several pipelines of the same form run side by side (replicas),
+        each with its own ``group``: all of its processes compile at the same time, and run the plan that its
+        first one makes. Default: each pipeline makes its own.
     seed
         Of the random streams (dropout) and of the search.
     recompute, split_points, backend, verify
@@ -163,6 +173,10 @@ def compile(
         ``torch.float32``: gradients of narrower parameters (bfloat16, float16) are summed in float32 and
         handed over so; ``param.grad`` is then wider than ``param``. See docs/runtime.md for the optimizer.
         Default: gradients have the dtype of their parameter.
+    cache
+        Folder in which plans are kept, to be found again at the next start with the same graphs, options,
+        ranks and versions: then nothing is measured, searched, or, unless ``verify`` is True, compared with
+        the model. Each process may have a folder of its own; rank 0's decides the plan.
     observer
         Called after every step of the compiler, before the next begins, with the step's name and what it
         made. ``ZBCOMPILE_DUMP=directory`` writes these to files.
@@ -182,6 +196,7 @@ def compile(
         An argument cannot be meant.
     """
     _check_types(model, example_args, example_kwargs)
+    saved = _saved_plan(schedule)
     options = CompileOptions(
         model=model,
         num_stages=num_stages,
@@ -191,10 +206,12 @@ def compile(
         placement=_placement(placement),
         objective=objective,
         transport=transport,
-        profile=_profile(profile),
-        schedule=_schedule(schedule),
+        profile=saved.problem.profile if saved is not None and profile is None else _profile(profile),
+        schedule=_schedule(schedule if saved is None else saved),
+        solution=saved,
         num_ranks=num_ranks,
         group=group,
+        plan_group=plan_group,
         seed=seed,
         recompute=recompute,
         split_points=split_points,
@@ -212,6 +229,7 @@ def compile(
         stall_limit_s=stall_limit,
         free_model=free_model,
         gradient_dtype=gradient_dtype,
+        cache=None if cache is None else os.path.abspath(cache),
     )
     pipeline = Pipeline(options, observer or observer_from_environment())
     if example_args is not None or example_kwargs is not None:
@@ -252,6 +270,17 @@ def _profile(profile: Profile | Device | str | os.PathLike[str] | None) -> Profi
     if isinstance(profile, str | os.PathLike):
         return profile_json.loads(read_text(profile), str(profile)).profile
     return profile
+
+
+def _saved_plan(schedule: object) -> Solution | None:
+    """Return the whole plan of a checkpoint; None where no checkpoint was given."""
+    if not isinstance(schedule, str | os.PathLike):
+        return None
+    folder = folders.present(os.path.realpath(schedule))
+    if not os.path.isdir(folder):
+        return None
+    path = os.path.join(folder, PLAN_FILE)
+    return load_schedule(read_text(path), path)[0].solution()
 
 
 def _schedule(schedule: Schedule | Solution | str | os.PathLike[str] | None) -> Schedule | None:
@@ -620,6 +649,77 @@ class Pipeline(Sequence[Stage]):
             Names the parameter that is missing or whose options differ from its group's; nothing is changed.
         """
         load_optimizer(self._trained(), self._own_names(), optimizer, state)
+
+    def save(
+        self, path: str | os.PathLike[str], optimizer: Optimizer | None = None, extra: object = None
+    ) -> None:
+        """Write a checkpoint: weights, optimizer, step number, seed and plan of all ranks, in one folder.
+
+        Every rank calls it, with the same path and ``extra``, between two steps. The folder, which all ranks
+        must be able to write, appears whole: where a rank is killed meanwhile, what was there before stays.
+        Tensors stand in the format of ``torch.distributed.checkpoint`` under the names of the unpipelined
+        model and optimizer (docs/checkpoints.md), so any number of ranks and stages, or the plain model, goes
+        on with it.
+
+        Parameters
+        ----------
+        path
+            A folder, new or of an earlier checkpoint.
+        optimizer
+            Saved with its groups and options.
+        extra
+            Any JSON value, which `load` returns: position in the data, state of a schedule.
+
+        Raises
+        ------
+        UsageError
+            ``extra`` is no JSON value, the folder holds something else or cannot be written, a tensor has no
+            values yet. Raised on all ranks; the next step can run.
+        PipelineError
+            The ranks differ in what they save, a part cannot be written (the next step can run), or a rank is
+            lost.
+        """
+        self._refuse_if_closed()
+        save(self._ready(), self._own, path, optimizer, extra)
+
+    def load(self, path: str | os.PathLike[str], optimizer: Optimizer | None = None) -> Any:
+        """Go on from a checkpoint: read weights, optimizer and step number, all of them or nothing.
+
+        Every rank calls it. The folder may have been saved by other numbers of ranks and stages, or by
+        ``torch.distributed.checkpoint`` from the plain model. The optimizer need not have made a step.
+
+        Returns
+        -------
+        object
+            What was given as ``extra``; None for a checkpoint of the plain model.
+
+        Raises
+        ------
+        FormatError
+            The folder is no checkpoint, is damaged, or would need code of its own to be read.
+        ShapeError, UsageError
+            It is another model's, lacks the optimizer, or was trained with another seed where masks depend on
+            it. Raised on all ranks, which keep what they have; the next step can run.
+        """
+        self._refuse_if_closed()
+        return load(self._ready(), self._own, path, optimizer)
+
+    def save_merged(self, path: str | os.PathLike[str]) -> None:
+        """Write all weights and buffers of the model to one safetensors file, on rank 0.
+
+        Every rank calls it; rank 0 holds all of them meanwhile. A tied tensor is written once, under its
+        first name; the file's metadata holds its other names.
+
+        Raises
+        ------
+        PipelineError
+            The file cannot be written (its name must end in ``.safetensors``), or a rank is lost.
+        """
+        self._refuse_if_closed()
+        save_merged(self._ready(), self._own, path)
+
+    def _own(self) -> Own:
+        return Own(self._own_tensors(), self._trained(), self._own_names())
 
     def _own_tensors(self) -> dict[str, Tensor]:
         compiled = self._ready()

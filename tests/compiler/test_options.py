@@ -84,6 +84,7 @@ def test_a_plan_that_counts_on_variants_is_refused_by_name() -> None:
 def test_all_options_but_the_named_ones_are_agreed_on() -> None:
     """Two option records that differ in one field differ in what ranks compare, whichever field it is."""
     base = CompileOptions(model=model(), num_stages=4, num_ranks=2)
+    problem = Problem.of(Profile.uniform(StageCost.simple(1, 1, 1), 4), Placement.looped(2), 4)
     other: dict[str, Any] = {
         "num_stages": 3,
         "num_microbatches": 7,
@@ -93,6 +94,7 @@ def test_all_options_but_the_named_ones_are_agreed_on() -> None:
         "transport": "batched",
         "profile": Profile.uniform(StageCost.simple(1, 1, 1), 4),
         "schedule": looped(),
+        "solution": plan(problem, time_limit_s=1),
         "num_ranks": 3,
         "seed": 1,
         "recompute": "full",
@@ -108,8 +110,10 @@ def test_all_options_but_the_named_ones_are_agreed_on() -> None:
         "other_shapes": "refuse",
         "fixed_branches": True,
         "stall_limit_s": 1.0,
+        "free_model": True,
+        "gradient_dtype": torch.float32,
     }
-    compared_elsewhere = {"model", "loss_fn", "group", "split_points"}
+    compared_elsewhere = {"model", "loss_fn", "group", "plan_group", "split_points", "cache"}
     assert set(CompileOptions.__dataclass_fields__) == set(other) | compared_elsewhere
     for name, value in other.items():
         assert replace(base, **{name: value}).agreed_parts() != base.agreed_parts(), name

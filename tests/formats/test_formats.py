@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tests.support.places import EXAMPLES
 from tests.support.strategies import greedy_order, problems
 from zbcompile.errors import FormatError, UsageError
-from zbcompile.formats import chrome_trace, measured_json, profile_json, schedule_json
+from zbcompile.formats import checkpoint_json, chrome_trace, measured_json, profile_json, schedule_json
+from zbcompile.formats.checkpoint_json import CheckpointFile
 from zbcompile.formats.fields import format_json, parse_json
 from zbcompile.formats.measured_json import Measured
 from zbcompile.formats.profile_json import ProfileFile
@@ -120,6 +121,18 @@ def test_a_measured_timeline_survives_its_file_and_starts_at_zero(solution: Solu
     VALIDATORS["measured"].validate(json.loads(text))
 
 
+def test_what_stands_beside_tensors_survives_its_file_and_is_json_alone() -> None:
+    extra = {"data": {"position": 4096}, "random": [1, 2**40, 0.1], "schedule": None, "pair": (True, "≤")}
+    text = checkpoint_json.dumps(CheckpointFile(3, 7, extra))
+    back = checkpoint_json.loads(text)
+    assert back == CheckpointFile(3, 7, {**extra, "pair": [True, "≤"]})
+    assert checkpoint_json.dumps(back) == text
+    VALIDATORS["checkpoint"].validate(json.loads(text))
+    for value in (float("nan"), {1: "a"}, {"a": {2, 3}}, ["x" * 2000], b"bytes"):
+        with pytest.raises(FormatError, match="extra"):
+            checkpoint_json.dumps(CheckpointFile(3, 7, value))
+
+
 @given(
     st.recursive(
         st.one_of(st.none(), st.booleans(), st.integers(), st.text()),
@@ -162,6 +175,7 @@ def test_the_bytes_of_each_format_stay_as_they_are(golden) -> None:
     golden("profile.json", profile_json.dumps(file))
     timeline = simulate(solution.schedule, solution.problem)
     golden("measured.json", measured_json.dumps(measured_of(timeline)))
+    golden("checkpoint.json", checkpoint_json.dumps(CheckpointFile(50, 7, ["epoch", 2, 0.5, None])))
     golden("chrome_trace.json", chrome_trace.dumps(timeline))
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.support.places import GOLDEN
 from zbcompile.errors import FormatError
-from zbcompile.formats import measured_json, profile_json, schedule_json, torch_csv
+from zbcompile.formats import checkpoint_json, measured_json, profile_json, schedule_json, torch_csv
 from zbcompile.formats.detect import load_schedule
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Kind, Schedule
@@ -26,6 +26,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "schedule": schedule_json.loads,
     "profile": profile_json.loads,
     "measured": measured_json.loads,
+    "checkpoint": checkpoint_json.loads,
 }
 BIG = 10**30
 

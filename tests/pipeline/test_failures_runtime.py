@@ -204,11 +204,6 @@ def test_a_batch_that_cannot_be_cut_is_a_value_error(size: int, microbatches: in
     pipeline = zbcompile.compile(model, 2, loss_fn=mean_square, num_microbatches=microbatches)
     with pytest.raises(ValueError, match=f"{size}.*{microbatches}"):
         pipeline.step(x)
-    full = compiled(
-        model, Batch((torch.randn(2 * microbatches, SIZE),)), 2, microbatches, loss_fn=mean_square
-    )
-    with pytest.raises(ValueError, match="another number of microbatches than the order"):
-        full.step(x)
     assert all(p.grad is None for p in model.parameters())
 
 

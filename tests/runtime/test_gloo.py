@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, load
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 import zbcompile
 from tests.support import gloo_workers
 from tests.support.clean_process import in_clean_process
 from tests.support.gloo_workers import MODELS, NUM_RANKS, even_profile, one_f_one_b, train_steps
-from zbcompile.errors import UsageError
 from zbcompile.runtime.launch import Outcome, spawn, spawn_outcomes
 
 pytestmark = pytest.mark.timeout(400)
@@ -91,64 +81,6 @@ def _compare(here: dict[str, Any], there: list[dict[str, Any]]) -> None:
     for record in there:
         for buffer, value in record["buffers"].items():
             assert torch.equal(value, here["buffers"][buffer]), buffer
-
-
-def test_what_four_ranks_saved_goes_on_in_one_process_and_in_the_plain_model(tmp_path: Path) -> None:
-    in_clean_process(saved_there_and_continued_here, tmp_path)
-
-
-def saved_there_and_continued_here(folder: Path) -> None:
-    pipeline, call = compiled("gpt2")
-    first = copy.deepcopy(pipeline.state_dict())
-    records = spawn(
-        gloo_workers.saved_and_continued,
-        NUM_RANKS,
-        ({"gpt2": (pipeline, call)}, str(folder)),
-        timeout_s=200,
-        inherit=True,
-    )
-    there = {name: tensor for record in records for name, tensor in record.items()}
-    assert there.keys() == first.keys() == pipeline._options.model.state_dict().keys()
-
-    saved = everything_in(folder)
-    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.5)
-    pipeline.load_state_dict(saved)
-    pipeline.load_optimizer_state_dict(optimizer, saved)
-    pipeline.step_number = 2
-    gloo_workers.adamw_steps(pipeline, optimizer, call, 1)
-    here = pipeline.state_dict()
-    assert all(torch.equal(here[name], tensor) for name, tensor in there.items())
-
-    model = pipeline._options.model
-    model.zero_grad()  # torch makes the states to load into only where no gradient is
-    model.load_state_dict({name: saved[name] for name in model.state_dict()})
-    plain = torch.optim.AdamW(model.parameters(), lr=0.5)
-    state = {key: value for key, value in saved.items() if key.startswith(("state.", "param_groups."))}
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    set_optimizer_state_dict(model, plain, state, options=flat)
-    theirs = get_optimizer_state_dict(model, plain, options=flat)
-    assert theirs.keys() == state.keys()
-    for key, value in theirs.items():
-        assert torch.equal(value, state[key]) if isinstance(value, Tensor) else value == state[key], key
-
-    del saved["transformer.h.0.ln_1.weight"]
-    with pytest.raises(UsageError, match=r"(?s)lacks .*transformer\.h\.0\.ln_1\.weight"):
-        pipeline.load_state_dict(saved)
-    with pytest.raises(UsageError, match="no options of a parameter"):
-        pipeline.load_optimizer_state_dict(optimizer, {})
-
-
-def everything_in(folder: Path) -> dict[str, Any]:
-    """Return all that `torch.distributed.checkpoint.save` wrote."""
-    entries = FileSystemReader(folder).read_metadata().state_dict_metadata
-    state: dict[str, Any] = {
-        key: torch.empty(entry.size, dtype=entry.properties.dtype)
-        if isinstance(entry, TensorStorageMetadata)
-        else None
-        for key, entry in entries.items()
-    }
-    load(state, checkpoint_id=folder, no_dist=True)
-    return state
 
 
 def test_ranks_that_clip_differently_are_refused_and_norms_are_those_of_all_ranks() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as checkpoint
 from torch import Tensor, nn
 
 import zbcompile
@@ -210,33 +209,6 @@ def train_steps(pipeline: zbcompile.Pipeline, call: dict[str, Any], num_steps: i
         optimizer.step()
     buffers = dict(pipeline_buffers(pipeline))
     return {"losses": losses, "norms": norms, "gradients": gradients, "buffers": buffers}
-
-
-def adamw_steps(
-    pipeline: zbcompile.Pipeline, optimizer: torch.optim.Optimizer, call: dict[str, Any], count: int
-) -> None:
-    for _ in range(count):
-        optimizer.zero_grad()
-        pipeline.step(*call.get("args", ()), target=call.get("target"), **call.get("kwargs", {}))
-        optimizer.step()
-
-
-def saved_and_continued(rank: int, pipelines: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Train two steps with AdamW, save everything, train one more; return this rank's tensors."""
-    pipeline, call = pipelines["gpt2"]
-    compiled = pipeline._compiled
-    group = PipelineGroup(None, 120.0)
-    with group.calls.building("the test"):
-        compiled.run_on(group)
-    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.01)
-    adamw_steps(pipeline, optimizer, call, 2)
-    whole = {**pipeline.state_dict(), **pipeline.optimizer_state_dict(optimizer)}
-    checkpoint.save(whole, checkpoint_id=folder)
-    adamw_steps(pipeline, optimizer, call, 1)
-    pipeline.synchronize()
-    found = {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
-    pipeline.close()
-    return found
 
 
 def clipped_differently(rank: int) -> dict[str, Any]:

@@ -40,10 +40,9 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
         The ranks differ; an argument cannot be meant.
     """
     # 1. Who runs it, and what one call of it looks like. A rank that fails from here on ends the others.
-    group = PipelineGroup.present(options.group, options.stall_limit_s)
-    with _built_by_all(group, observer) as observer:
-        if group is not None:
-            group.agree(options.agreed_parts())
+    with _ranks(options, observer) as (group, planners, observer):
+        if planners is not None:
+            planners.agree(options.agreed_parts())
         if options.free_model:
             require_group(group)
         num_ranks = _num_ranks(options, group)
@@ -54,13 +53,32 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
         call = CallForm(signature, signature.runs(values, lengths)[0])
 
         # 2. The first form: graphs, order, programs, loaded.
-        form = first_form(options, group, num_ranks, call, values, observer)
+        form = first_form(options, group, planners, num_ranks, call, values, observer)
         freed = []
         if options.free_model and group is not None:
             freed = form.free_others(with_loss(options.model, options.loss_fn), group)
         compiled = CompiledPipeline(options, group, form)
         warn_of_held(freed)
         return compiled
+
+
+@contextlib.contextmanager
+def _ranks(
+    options: CompileOptions, observer: Observer
+) -> Iterator[tuple[PipelineGroup | None, PipelineGroup | None, Observer]]:
+    """Build as one call: of the pipeline's ranks, and of all ranks that run one plan with them.
+
+    Yields both, or None for this process alone; and the observer, which looks whether a rank has failed.
+    """
+    job = None
+    if options.plan_group is not None:
+        job = PipelineGroup.present(options.plan_group, options.stall_limit_s)
+    with _built_by_all(job, observer) as observer:
+        group = PipelineGroup.present(options.group, options.stall_limit_s)
+        with _built_by_all(group, observer) as observer:
+            yield group, job or group, observer
+    if job is not None:
+        job.close()
 
 
 @contextlib.contextmanager

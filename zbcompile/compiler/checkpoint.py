@@ -18,7 +18,15 @@ from torch.optim import Optimizer
 from zbcompile.errors import ShapeError, UsageError
 from zbcompile.passes.split.stage_graphs import StageGraphs
 
-__all__ = ["load_model", "load_optimizer", "model_state", "optimizer_state", "own_tensors"]
+__all__ = [
+    "check_model",
+    "load_model",
+    "load_optimizer",
+    "model_state",
+    "optimizer_parts",
+    "optimizer_state",
+    "own_tensors",
+]
 
 
 def own_tensors(
@@ -76,8 +84,8 @@ def model_state(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in own.items()}
 
 
-def load_model(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Copy saved values into this process's tensors: all of them, or none where one is missing or differs.
+def check_model(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Refuse saved values that this process's tensors cannot take.
 
     Raises
     ------
@@ -96,6 +104,11 @@ def load_model(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
                 given=list(saved.shape),
                 fix="load the checkpoint of this model",
             )
+
+
+def load_model(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Copy saved values into this process's tensors: all of them, or none where `check_model` refuses one."""
+    check_model(own, state)
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(state[name])
@@ -138,11 +151,21 @@ def load_optimizer(
 ) -> None:
     """Give the optimizer what `optimizer_state` returned, here or on other ranks; arguments as there.
 
+    It is unchanged where `optimizer_parts` raises.
+    """
+    optimizer.load_state_dict(optimizer_parts(trained, own, optimizer, state))
+
+
+def optimizer_parts(
+    trained: nn.Module, own: Collection[str], optimizer: Optimizer, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what ``optimizer.load_state_dict`` takes, from what `optimizer_state` returned.
+
     Raises
     ------
     UsageError
         Options of a parameter are missing, or differ within one of the optimizer's groups; or the optimizer
-        holds a parameter that is none of the model's. Nothing is changed.
+        holds a parameter that is none of the model's.
     """
     name_of = _names(trained, optimizer)
     whole = optimizer.state_dict()
@@ -175,7 +198,7 @@ def load_optimizer(
             if entries := _below(state, f"state.{name}."):
                 states[position] = entries
         groups.append({**whole["param_groups"][len(groups)], **found})
-    optimizer.load_state_dict({"state": states, "param_groups": groups})
+    return {"state": states, "param_groups": groups}
 
 
 def _names(trained: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, str]:

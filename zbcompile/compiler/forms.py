@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from zbcompile.compiler.free_model import free_others, without_tensors
 from zbcompile.compiler.load import make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan, lower
 from zbcompile.compiler.observe import Observer, quiet
+from zbcompile.compiler.plan_cache import PlanCache
 from zbcompile.compiler.planning import (
     gradient_bytes,
     keep_order_of_changes,
@@ -131,20 +132,22 @@ def form_name(num_microbatches: int, shapes: Shapes) -> str:
 def first_form(
     options: CompileOptions,
     group: PipelineGroup | None,
+    planners: PipelineGroup | None,
     num_ranks: int,
     call: CallForm,
     batch: Sequence[Value],
     observer: Observer,
 ) -> TrainingForm:
-    """Compile the model for calls of one form; ``batch`` is the whole example.
+    """Compile the model for calls of one form; ``batch`` is the whole example, ``planners`` share the plan.
 
     ``capture -> fold_constant_masks -> partition -> split_backward -> verify``, then as `_planned`.
     """
     _check_number(options, call)
-    staged = _stages(options, call, observer=observer)
+    cache = PlanCache(options, num_ranks, call)
+    staged = _stages(options, call, known=cache.knows, observer=observer)
     if options.verify is not False and cheap_to_verify(options.model):
         check_batch_dimension(options.model, call.signature, batch, call.num_microbatches, options.joined_dim)
-    return _planned(options, group, num_ranks, call, staged, observer)
+    return _planned(options, group, planners, call, staged, cache, observer)
 
 
 def further_form(
@@ -167,25 +170,27 @@ def further_form(
         No order for it fits under the memory limit.
     ShapeError
         The model cannot be compiled for this shape, or not be cut where it was cut.
-    UsageError
-        Another number of microbatches than the order that was given to `compile` has.
     """
     first, *others = forms
-    _check_number(options, call)
     same = next((f for f in (first, *others) if f.call.shapes == call.shapes), None)
     if same is not None:
         staged, profile = same.staged, same.plan.problem.profile
     else:
         staged = _stages_of_shape(options, first, call)
         profile = rescaled_profile(first.plan.problem.profile, first.staged.stages, staged.stages)
+    given = options.schedule
+    fits = given is not None and given.num_microbatches == call.num_microbatches
     quick = replace(
         options,
         profile=profile,
+        schedule=given if fits else None,
+        solution=None,
         placement=first.plan.schedule.placement,
         num_microbatches=None,
         time_limit_s=min(options.time_limit_s, _AT_ONCE_S),
     )
-    form = _planned(quick, group, first.plan.schedule.num_ranks, call, staged, quiet)
+    cache = PlanCache(quick, first.plan.schedule.num_ranks, call)
+    form = _planned(quick, group, group, call, staged, cache, quiet)
     if options.free_model and group is not None:
         form.free_others(with_loss(options.model, options.loss_fn), group)
     form.runner.connect()
@@ -199,7 +204,7 @@ def _check_number(options: CompileOptions, call: CallForm) -> None:
             "the batch has another number of microbatches than the order that compile() was given",
             needed=f"{given.num_microbatches} microbatches of equal shape",
             given=f"{call.num_microbatches} of {call.rows} rows",
-            fix="give full batches, or compile without schedule=: every number then has an order of its own",
+            fix="give as many, or compile without schedule=",
         )
 
 
@@ -224,6 +229,7 @@ def _stages(
     options: CompileOptions,
     call: CallForm,
     homes: list[tuple[str, ...]] | None = None,
+    known: Callable[[StagedModel], bool] | None = None,
     observer: Observer = quiet,
 ) -> StagedModel:
     one = call.example
@@ -242,6 +248,7 @@ def _stages(
         planned_for=options.profile if isinstance(options.profile, Device) else None,
         constant=call.constants,
         fixed_branches=options.fixed_branches,
+        known=known,
         observer=observer,
     )
 
@@ -249,13 +256,14 @@ def _stages(
 def _planned(
     options: CompileOptions,
     group: PipelineGroup | None,
-    num_ranks: int,
+    planners: PipelineGroup | None,
     call: CallForm,
     staged: StagedModel,
+    cache: PlanCache,
     observer: Observer,
 ) -> TrainingForm:
     """Measure or count -> plan, once for all ranks -> merge_backward -> insert_comm -> check -> codegen."""
-    solution = plan_for_all(options, group, num_ranks, call, staged, observer)
+    solution = plan_for_all(options, planners, cache.num_ranks, call, staged, cache, observer)
     keep_order_of_changes(solution.schedule, staged)
     plan = lower(
         solution,
@@ -267,4 +275,6 @@ def _planned(
     programs = plan.programs(observer, gradient_bytes(staged))
     if group is not None:
         group.agree({"programs": "\n".join(programs)})
+    if planners is None or planners.rank == 0:
+        cache.keep(staged, plan.solution)
     return TrainingForm(options, group, call, staged, plan, programs)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from zbcompile.compiler.observe import Observer
+from zbcompile.compiler.plan_cache import PlanCache
 from zbcompile.compiler.signature import CallForm
 from zbcompile.errors import CheckError, InfeasibleError, UsageError
 from zbcompile.formats import schedule_json
@@ -16,9 +17,6 @@ from zbcompile.options import CompileOptions
 from zbcompile.passes.profile.counted import counted_profile
 from zbcompile.passes.profile.measure import edges_of, measure
 from zbcompile.passes.split.staged_model import StagedModel
-from zbcompile.planner.imported import rated
-from zbcompile.planner.placements import plan_auto
-from zbcompile.planner.plan import plan
 from zbcompile.runtime.gradients import sum_dtype, tied_holders
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.schedule.costs import Profile
@@ -45,9 +43,17 @@ def plan_for_all(
     num_ranks: int,
     call: CallForm,
     staged: StagedModel,
+    cache: PlanCache,
     observer: Observer,
 ) -> Solution:
     """Profile and plan: here where all ranks run in this process, else on rank 0 for all ranks.
+
+    Parameters
+    ----------
+    options, num_ranks, call, staged, cache, observer
+        Of this pipeline.
+    group
+        The processes that run one plan: the pipeline's ranks, or those of several pipelines.
 
     Raises
     ------
@@ -55,13 +61,28 @@ def plan_for_all(
         The ranks were asked for different things.
     """
     if group is None:
-        return profile_and_plan(options, num_ranks, call, staged, observer)
-    _agree(group, call, staged)
+        return _found_or_planned(options, num_ranks, call, staged, cache, observer)
+    _agree(group, num_ranks, call, staged)
     text = None
     if group.rank == 0:
-        text = schedule_json.dumps(profile_and_plan(options, num_ranks, call, staged, observer))
+        text = schedule_json.dumps(_found_or_planned(options, num_ranks, call, staged, cache, observer))
     plan = group.from_first(text, "the plan", options.time_limit_s)
     return schedule_json.loads(plan, "the plan of rank 0").solution()
+
+
+def _found_or_planned(
+    options: CompileOptions,
+    num_ranks: int,
+    call: CallForm,
+    staged: StagedModel,
+    cache: PlanCache,
+    observer: Observer,
+) -> Solution:
+    found = cache.find(staged)
+    if found is None:
+        return profile_and_plan(options, num_ranks, call, staged, observer)
+    observer("plan", found)
+    return found
 
 
 def profile_and_plan(
@@ -76,7 +97,10 @@ def profile_and_plan(
 
 
 def solve(options: CompileOptions, profile: Profile, num_ranks: int, num_microbatches: int) -> Solution:
-    """Plan for the placement that was asked for, or for every one that fits and keep the best."""
+    """Plan for the placement that was asked for, or for every one that fits and keep the best.
+
+    The planner is loaded when it is needed: that takes a second, which ranks with a plan are spared.
+    """
     given = options.schedule
     placement = _placement(options, num_ranks) if given is None else given.placement
     problem = Problem.of(
@@ -88,7 +112,14 @@ def solve(options: CompileOptions, profile: Profile, num_ranks: int, num_microba
         options.transport,
     )
     if given is not None:
+        if options.solution is not None and options.solution.problem == problem:
+            return options.solution
+        from zbcompile.planner.imported import rated
+
         return rated(given, problem)
+    from zbcompile.planner.placements import plan_auto
+    from zbcompile.planner.plan import plan
+
     try:
         if placement is None:
             return plan_auto(problem, time_limit_s=options.time_limit_s, seed=options.seed).solution
@@ -259,10 +290,11 @@ def _placement(options: CompileOptions, num_ranks: int) -> Placement | None:
     return Placement.named(chosen, num_ranks, stages // num_ranks)
 
 
-def _agree(group: PipelineGroup, call: CallForm, staged: StagedModel) -> None:
+def _agree(group: PipelineGroup, num_ranks: int, call: CallForm, staged: StagedModel) -> None:
     """Refuse to start where the ranks have different models or batches."""
     group.agree(
         {
+            "number of ranks": str(num_ranks),
             "microbatches": str(call.num_microbatches),
             "stage graphs": " ".join(s.signature_hash() for s in staged.stages),
             "batch": f"{call.signature.names} {call.signature.dims} {call.shapes}",

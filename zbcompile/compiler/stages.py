@@ -47,6 +47,7 @@ def build_stages(
     planned_for: Device | None = None,
     constant: Collection[int] = (),
     fixed_branches: bool = False,
+    known: Callable[[StagedModel], bool] | None = None,
     observer: Observer = quiet,
 ) -> StagedModel:
     """Capture a model on one example microbatch, cut it, and split the backward of every stage.
@@ -74,6 +75,8 @@ def build_stages(
         Flat positions of the tensors in (args, kwargs, target) whose values become part of the graphs.
     fixed_branches
         Whether branches on data take the side that they take on this microbatch, and are checked.
+    known
+        Says of stages whether they were compared before: then ``verify=None`` does not compare them again.
     observer
         Called after each step.
 
@@ -112,7 +115,9 @@ def build_stages(
     stages = with_backend(stages, backend)
     observer("backend", stages)
     staged = _staged(captured, sources, stages, backend)
-    if verify if verify is not None else cheap_to_verify(with_loss(model, loss_fn)):
+    if verify is None:
+        verify = cheap_to_verify(with_loss(model, loss_fn)) and not (known and known(staged))
+    if verify:
         report = compare_with_model(model, staged, args, kwargs, target, loss_fn)
         observer("verify", report)
     return staged

@@ -49,6 +49,12 @@ class Measured:
         """Last end of a compute action, in ns."""
         return max((end for row in self.ranks for a, _, end in row if a.kind.is_compute), default=0)
 
+    @property
+    def bubble(self) -> float:
+        """1 - work of the busiest rank / makespan; 0 where nothing was measured."""
+        busiest = max(map(self.busy_ns, range(len(self.ranks))), default=0)
+        return 1 - busiest / self.makespan_ns if self.makespan_ns else 0.0
+
     def busy_ns(self, rank: int) -> int:
         """Return the time of the rank's compute actions."""
         return sum(end - start for action, start, end in self.ranks[rank] if action.kind.is_compute)

@@ -11,7 +11,7 @@ from zbcompile.errors import UsageError
 
 __all__ = ["SCHEMAS", "schema_text"]
 
-SCHEMAS = ("schedule", "profile", "measured")
+SCHEMAS = ("schedule", "profile", "measured", "checkpoint")
 
 
 def schema_text(name: str) -> str:

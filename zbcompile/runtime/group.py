@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from zbcompile.runtime.store_thread import StoreError, connect
 from zbcompile.runtime.watchdog import SILENT, Watchdog
 
 __all__ = ["PipelineGroup"]
+
+T = TypeVar("T")
 
 _CLOCK_ROUNDS = 16
 
@@ -148,6 +150,26 @@ class PipelineGroup:
         if members is None:
             self.barrier("a new group")
         return self._meetings.alone(make, "makes its connections", ANY_RANK)
+
+    def alone(self, function: Callable[[], T], words: str, extra_s: float = 0.0) -> T:
+        """Wait for a function that nothing can interrupt, in a thread of its own, and meets other ranks.
+
+        It may use the `control` group, whose connections break when the call is ended. A `RuntimeError` of it
+        is taken for a connection that broke.
+
+        Parameters
+        ----------
+        function
+            What to run.
+        words
+            What this rank does meanwhile.
+        extra_s
+            Seconds beyond the stall limit that it may take.
+        """
+        try:
+            return self._meetings.alone(function, words, ANY_RANK, extra_s)
+        except RuntimeError:
+            self.watchdog.broken(ANY_RANK, words)
 
     def new_pair(self, backend: str, one: int, other: int) -> ProcessGroup | None:
         """Make a process group of two ranks, the lower one its rank 0. Returns None on all others."""

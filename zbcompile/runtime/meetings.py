@@ -118,25 +118,25 @@ class Meetings:
             self._delete(old)
         return said
 
-    def alone(self, function: Callable[[], T], words: str, peer: int) -> T:
+    def alone(self, function: Callable[[], T], words: str, peer: int, extra_s: float = 0.0) -> T:
         """Wait for a function that runs in a thread of its own, because nothing can interrupt it.
 
         Parameters
         ----------
         function
             What to run.
-        words, peer
+        words, peer, extra_s
             What this rank waits for, as in `Doing`.
         """
-        with self.waiting(words, peer):
+        with self.waiting(words, peer, extra_s):
             return self._result(run_aside(function, "zbcompile waits"))
 
     @contextlib.contextmanager
-    def waiting(self, words: str, peer: int) -> Iterator[None]:
+    def waiting(self, words: str, peer: int, extra_s: float = 0.0) -> Iterator[None]:
         """Let the watchdog know that this rank waits."""
         watchdog = self._watchdog
         before = watchdog.doing
-        watchdog.doing = Doing(words, peer, time.monotonic())
+        watchdog.doing = Doing(words, peer, time.monotonic(), extra_s)
         try:
             yield
         finally:

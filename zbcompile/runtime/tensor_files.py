@@ -1,8 +1,10 @@
-"""Tensors by name from safetensors files: one file, or a directory with an index. No pickle is ever read."""
+"""Tensors by name in safetensors files: one file, or a directory with an index. No pickle is ever read."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from zbcompile.errors import FormatError, UsageError
 
-__all__ = ["TensorFiles"]
+__all__ = ["TensorFiles", "write_tensors"]
 
 _INDEX = "model.safetensors.index.json"
 
@@ -63,6 +65,42 @@ class TensorFiles(Mapping[str, Tensor]):
         return len(self._file_of)
 
 
+def write_tensors(path: str, tensors: Mapping[str, Tensor], same: Mapping[str, str]) -> None:
+    """Write a safetensors file whole, as ``safetensors.torch.load_model`` and transformers read it.
+
+    Parameters
+    ----------
+    path
+        The file; its name ends in ``.safetensors``.
+    tensors
+        By name, none sharing memory with another.
+    same
+        Another name of a tensor -> the name that it is written under.
+
+    Raises
+    ------
+    UsageError
+        The file has another kind of name, or the safetensors package is missing.
+    OSError
+        It cannot be written.
+    """
+    _require_suffix(Path(path))
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise UsageError(
+            "writing safetensors files needs the safetensors package", fix="install it"
+        ) from error
+    temporary = f"{path}.zbcompile-partial"
+    try:
+        dense = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(dense, temporary, {"format": "pt", **same})
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
 def _read_index(index: Path) -> dict[str, Path]:
     """Return the file of each name. An index is data from someone else: no file name may leave its folder."""
     try:
@@ -97,11 +135,17 @@ def _opened(file: Path) -> AbstractContextManager[_OpenFile]:
         raise UsageError(
             "reading safetensors files needs the safetensors package", fix="install it"
         ) from error
-    if file.suffix != ".safetensors":
-        raise UsageError(
-            "only safetensors files are read", where=str(file), fix="save the weights as safetensors"
-        )
+    _require_suffix(file)
     try:
         return cast("AbstractContextManager[_OpenFile]", safe_open(file, framework="pt"))
     except (SafetensorError, OSError) as error:
         raise FormatError(f"not a readable safetensors file: {error}", where=str(file)) from error
+
+
+def _require_suffix(file: Path) -> None:
+    if file.suffix != ".safetensors":
+        raise UsageError(
+            "only safetensors files are read and written",
+            where=str(file),
+            fix="save the weights as safetensors, in a file NAME.safetensors",
+        )

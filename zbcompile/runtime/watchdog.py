@@ -20,7 +20,16 @@ from typing import NoReturn, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
-from zbcompile.runtime.doing import CLOSED, NOBODY, Doing, State, chain_of_waits, publish, read_states
+from zbcompile.runtime.doing import (
+    ANY_RANK,
+    CLOSED,
+    NOBODY,
+    Doing,
+    State,
+    chain_of_waits,
+    publish,
+    read_states,
+)
 from zbcompile.runtime.news import Event, read_news, tell
 from zbcompile.runtime.store_thread import StoreError, StoreThread
 
@@ -212,7 +221,7 @@ class Watchdog:
             self._end(first)
 
     def broken(self, peer: int, words: str) -> NoReturn:
-        """End the call because the connection to ``peer`` broke.
+        """End the call because the connection to ``peer``, or to some rank, broke.
 
         The reason is that of another rank, or after a moment the broken connection.
 
@@ -226,13 +235,23 @@ class Watchdog:
             time.sleep(0.02)
         if not self.ended:
             try:
+                peer = self._lost_rank() if peer == ANY_RANK else peer
                 state = self._states().get(peer)
             except StoreError:
                 self._end_without_store()
             else:
                 gone = CLOSED if state is not None and state[2] == CLOSED else "is gone"
-                self.fail(f"rank {peer} {gone}: its connection closed while rank {self.rank} {words}")
+                name = "a rank" if peer == ANY_RANK else f"rank {peer}"
+                self.fail(f"{name} {gone}: its connection closed while rank {self.rank} {words}")
         raise Ended
+
+    def _lost_rank(self) -> int:
+        """Return a rank whose process is known to have ended, or `ANY_RANK`."""
+
+        def question(store: Store) -> int:
+            return next((r for r in range(self.size) if store.check([f"lost/{r}"])), ANY_RANK)
+
+        return self.store.ask(question, _ANSWER_S)
 
     def linger(self) -> None:
         """Wait a moment after a failure until the others know, because this process may keep the store."""
@@ -389,6 +408,8 @@ class Watchdog:
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal, in the main thread."""
+        if not self.ended and callable(self._old_handler):
+            self._old_handler(number, frame)  # of a call around this one
         if not (self.ended and self.inside) or (self.gentle and self._ended_s < _GENTLE_S):
             return
         while frame is not None:
