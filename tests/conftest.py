@@ -17,6 +17,7 @@ WAITING = (
     "tests/runtime/",
     "tests/pipeline/test_failures_processes.py",
     "tests/pipeline/test_checkpoints.py",
+    "tests/examples/",
     "tests/cli/test_demo.py",
 )
 settings.register_profile("zbcompile", deadline=None, max_examples=60, derandomize=True)

@@ -1,0 +1,114 @@
+"""examples/train.py: the bits of a plain loop, alone and under torchrun, also when it is killed on the way.
+
+``TRAIN_STEPS=200 TRAIN_KILL=50 pytest tests/examples`` does the same at length.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from tests.support.places import EXAMPLES, ROOT
+
+STEPS, KILL = int(os.environ.get("TRAIN_STEPS", "6")), int(os.environ.get("TRAIN_KILL", "3"))
+SAVE_EVERY = max(2, KILL // 2 - 1)  # the kill loses steps
+WORDS = ["--steps", str(STEPS), "--clip", "0", "--save-every", str(SAVE_EVERY), "--time-limit", "1"]
+SMALL = ["--batch", "8", "--microbatches", "4"] if STEPS < 100 else []
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
+
+pytestmark = [
+    pytest.mark.timeout(max(300, 12 * STEPS)),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+
+@pytest.fixture(scope="module")
+def train() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("example_train", EXAMPLES / "train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def plain(train: ModuleType) -> dict[str, Tensor]:
+    """The weights after a plain loop over the same microbatches."""
+    args = train.arguments([*WORDS, *SMALL])
+    torch.manual_seed(args.seed)
+    model, batches = train.GPT(), train.Batches(args.batch, args.seed)
+    optimizer, schedule = train.optimizer_and_schedule(model.parameters(), args)
+    for _ in range(args.steps):
+        optimizer.zero_grad()
+        for inputs, targets in zip(*(part.chunk(args.microbatches) for part in batches.next()), strict=True):
+            train.loss_fn(model(inputs), targets).backward()
+        for parameter in model.parameters():
+            parameter.grad.div_(args.microbatches)
+        optimizer.step()
+        schedule.step()
+    return model.state_dict()
+
+
+def saved(train: ModuleType, folder: Path) -> dict[str, Tensor]:
+    state = train.GPT().state_dict()
+    dcp.load({"model": state}, checkpoint_id=folder, no_dist=True)
+    return state
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def run(*line: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=280 + 6 * STEPS)
+
+
+def test_stopped_and_started_again_in_one_process(
+    train: ModuleType, plain: dict[str, Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "gpt"
+    common = [*WORDS, *SMALL, "--checkpoint", str(folder)]
+    train.train(train.arguments([*common, "--steps", str(KILL), "--sample", "0"]))
+    train.train(train.arguments([*common, "--sample", "20"]))
+    assert_equal(saved(train, folder), plain)
+    shown = capsys.readouterr().out
+    assert f"{STEPS}/{STEPS}" in shown
+    assert "tokens/s" in shown
+    assert len(shown.rpartition("The ")[2].rstrip("\n")) >= 18
+
+
+def test_killed_and_started_again_under_torchrun(
+    train: ModuleType, plain: dict[str, Tensor], tmp_path: Path
+) -> None:
+    folder = tmp_path / "gpt"
+    common = [*WORDS, *SMALL, "--checkpoint", str(folder), "--sample", "20"]
+    killed = run(*TORCHRUN, str(ROOT / "tests/support/train_killed.py"), str(KILL), *common)
+    assert killed.returncode != 0
+    assert json.loads((folder / "training.json").read_text())["step"] == KILL // SAVE_EVERY * SAVE_EVERY
+    ended = run(*TORCHRUN, str(EXAMPLES / "train.py"), *common)
+    assert ended.returncode == 0, ended.stderr
+    assert_equal(saved(train, folder), plain)
+    assert "measured" in ended.stdout
+    assert "\nThe " in ended.stdout
+
+
+def test_clipping_dropout_and_bf16_train_too(train: ModuleType, tmp_path: Path) -> None:
+    options = ["--clip", "0.1", "--dropout", "0.1", "--bf16", "--steps", "2", "--sample", "0", *SMALL]
+    train.train(train.arguments([*options, "--checkpoint", str(tmp_path / "gpt")]))
+    torch.manual_seed(0)
+    before, after = train.GPT().state_dict(), saved(train, tmp_path / "gpt")
+    assert all(tensor.isfinite().all() for tensor in after.values())
+    assert not [name for name, tensor in after.items() if torch.equal(tensor, before[name])]
