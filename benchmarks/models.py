@@ -8,6 +8,7 @@ process, and is then compared with plain autograd over the same microbatches: lo
 parameters and buffers, with the same random numbers. Sizes are tiny, weights random, nothing is downloaded.
 
 * right: bitwise, or within 1e-6 relative of each tensor (the difference is said)
+* right with an option: right with an option that the refusal without it names
 * refused: an error of this package that says what cannot be done
 * crash: any other error, an error that asks to report the model (verify found a value that differs), or a
   process that died
@@ -44,6 +45,7 @@ from benchmarks.model_cases import CASES
 from benchmarks.model_cases.case import BATCH, Inputs, ModelCase, mean_square
 from benchmarks.model_cases.check import Row, Verdict, check
 
+_RIGHT = (Verdict.RIGHT, Verdict.OPTION)
 WALL_FACTOR = 5
 """Wall-clock seconds that a process gets per second of processor time: the machine may be busy."""
 
@@ -111,16 +113,16 @@ def chosen(arguments: argparse.Namespace) -> Sequence[ModelCase]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return counts by family, then every row that is not right with its reason."""
-    verdicts = [v for v in Verdict if v in (Verdict.RIGHT, Verdict.REFUSED, Verdict.CRASH) or _count(rows, v)]
+    verdicts = [v for v in Verdict if v in (*_RIGHT, Verdict.REFUSED, Verdict.CRASH) or _count(rows, v)]
     lines = ["| family | tried | " + " | ".join(verdicts) + " |", "|---" * (len(verdicts) + 2) + "|"]
     for family in [*dict.fromkeys(row.family for row in rows), "all"]:
         mine = [row for row in rows if family in (row.family, "all")]
         tried = len(mine) - _count(mine, Verdict.NOT_RUN)
         counts = " | ".join(str(_count(mine, v)) for v in verdicts)
         lines.append(f"| {family} | {tried} | {counts} |")
-    rounded = [row for row in rows if row.verdict is Verdict.RIGHT and row.detail != "bitwise"]
-    right = _count(rows, Verdict.RIGHT)
-    lines += ["", f"Bitwise: {right - len(rounded)} of the {right} that are right."]
+    right = [row for row in rows if row.verdict in _RIGHT]
+    bitwise = sum(row.detail.startswith("bitwise") for row in right)
+    lines += ["", f"Bitwise: {bitwise} of the {len(right)} that are right."]
     for row in rows:
         if row.verdict is not Verdict.RIGHT:
             lines.append(f"* {row.name} ({row.family}): {row.verdict} after {row.at}: {row.detail}")

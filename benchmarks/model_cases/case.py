@@ -46,7 +46,9 @@ class Inputs:
 
         def piece(i: int, value: Any) -> Any:
             return pytree.tree_map_only(
-                Tensor, lambda t: t.chunk(count)[i] if t.dim() and t.shape[0] == BATCH else t, value
+                Tensor,
+                lambda t: t.chunk(count)[i] if t.dim() and t.shape[0] and t.shape[0] % BATCH == 0 else t,
+                value,
             )
 
         return [
@@ -77,6 +79,12 @@ class ModelCase:
         Python package beside torch that the model comes from, or "".
     stages
         How many stages the model is cut into.
+    options
+        Options of `zbcompile.compile` that the configuration needs.
+    ran_once
+        Whether the model runs once before it is compiled.
+    joined
+        Whether the results of the microbatches can be joined to those of a batch.
     """
 
     name: str
@@ -86,6 +94,16 @@ class ModelCase:
     loss: Callable[..., Tensor] | None = None
     package: str = ""
     stages: int = 2
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ran_once: bool = False
+    joined: bool = True
+
+    def needs(self, batch: Inputs) -> str:
+        """Return what a user must say beside the model and the batch; empty where nothing."""
+        options = {**({"constant": batch.constant} if batch.constant else {}), **self.options}
+        words = [f"{name}={list(v) if isinstance(v, tuple) else v}" for name, v in options.items()]
+        words += ["run once before"] if self.ran_once else []
+        return ", ".join(words + ([] if self.joined else ["return_outputs=False"]))
 
 
 def text(length: int = LENGTH) -> Tensor:

@@ -34,6 +34,7 @@ class Verdict(StrEnum):
     """How a configuration ended."""
 
     RIGHT = "right"
+    OPTION = "right with an option"
     REFUSED = "refused"
     CRASH = "crash"
     WRONG = "wrong"
@@ -52,7 +53,8 @@ class Row:
     verdict
         How it ended.
     detail
-        Right: ``bitwise`` or the largest relative difference. Otherwise the reason in one line.
+        Right: ``bitwise`` or the largest relative difference, then the option. Otherwise the reason in one
+        line.
     at
         The last step of the compiler that was finished.
     seconds
@@ -115,6 +117,7 @@ def check(case: ModelCase, say: Callable[[str], None]) -> Row:
             num_microbatches=MICROBATCHES,
             whole=batch.whole,
             **({"constant": batch.constant} if batch.constant else {}),
+            **case.options,
             schedule=_order(case.stages),
             verify=True,
             observer=lambda name, artifact: say(name),
@@ -122,7 +125,7 @@ def check(case: ModelCase, say: Callable[[str], None]) -> Row:
         say("compile")
         losses: list[Tensor] = []
         output = pipeline.step(
-            *batch.args, target=batch.target, losses=losses, return_outputs=True, **batch.kwargs
+            *batch.args, target=batch.target, losses=losses, return_outputs=case.joined, **batch.kwargs
         )
         say("step")
     except ZBCompileError as error:
@@ -141,8 +144,11 @@ def check(case: ModelCase, say: Callable[[str], None]) -> Row:
     except ZBCompileError as error:
         return row(Verdict.WRONG, _one_line(error))
     found = _values(model, losses, output)
-    expected = _values(reference, wanted, _joined(whole.outputs))
-    return row(*compared(found, expected))
+    expected = _values(reference, wanted, _joined(whole.outputs) if case.joined else None)
+    verdict, detail = compared(found, expected)
+    if verdict is Verdict.RIGHT and (option := case.needs(batch)):
+        return row(Verdict.OPTION, f"{detail}; {option}")
+    return row(verdict, detail)
 
 
 def _order(stages: int) -> Schedule:
@@ -162,7 +168,11 @@ def _made(case: ModelCase) -> tuple[nn.Module, Inputs]:
     torch.manual_seed(0)
     model = case.build().train()
     torch.manual_seed(1)
-    return model, case.batch(model)
+    batch = case.batch(model)
+    if case.ran_once:
+        with torch.random.fork_rng():
+            _Microbatch(model, batch.microbatches(MICROBATCHES), case.loss)(0)
+    return model, batch
 
 
 def _untouched(case: ModelCase) -> None:

@@ -263,7 +263,7 @@ def _write_assigned_buffers(before: Mapping[tuple[nn.Module, str], Tensor], mode
         if old is None or old.shape != new.shape or old.dtype != new.dtype:
             raise CaptureError(
                 f"the forward gives buffer {name!r} of {type(module).__name__} another shape or dtype",
-                fix="register the buffer with its final shape and dtype",
+                fix="run the model once on such a batch before it is compiled, or register the final buffer",
             )
         with torch.no_grad():
             old.copy_(new.detach())

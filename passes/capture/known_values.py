@@ -47,7 +47,7 @@ _TAKES_SIZES: tuple[_Function, ...] = (
     Tensor.__getitem__, Tensor.__setitem__, Tensor.view, Tensor.reshape, torch.reshape, Tensor.expand,
     Tensor.repeat, torch.split, Tensor.split, Tensor.split_with_sizes, torch.narrow, Tensor.narrow,
     torch.zeros, torch.ones, torch.full, torch.empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full,
-    torch.linspace, torch.arange, F.pad,
+    torch.linspace, torch.arange, torch.multinomial, F.pad, F.interpolate,
 )  # fmt: skip
 """Functions that take sizes or places among their arguments: a known number may stand there as a tensor."""
 
@@ -121,6 +121,7 @@ class KnownValues:
         values = [self.of(tensor) for tensor in tensors]
         if func in _TAKES_SIZES and any(value is not None for value in values):
             args = tuple(self._as_number(value, k) for k, value in enumerate(args))
+            kwargs = {name: self._as_number(value, name != "input") for name, value in kwargs.items()}
         if any(value is None for value in values):
             return run(*args, **kwargs)
         real, buffers = self._with_values(func, args, kwargs), self._buffers_of(tensors)

@@ -70,7 +70,8 @@ _REASONS = (
     (
         ("non-nested SymInt",),
         "a Python set or dict holds sizes taken from tensor data",
-        "give lengths and sizes as Python numbers",
+        "give lengths and sizes as Python numbers, or name an argument that has one value in all steps in "
+        "compile(..., constant=[its name])",
     ),
 )
 """(words of torch's error, reason, fix); the first that matches is told."""

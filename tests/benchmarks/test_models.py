@@ -23,11 +23,17 @@ def test_there_are_at_least_300_configurations_with_names_of_their_own() -> None
 
 def test_one_of_each_verdict() -> None:
     assert verdict("stochastic depth").verdict is Verdict.RIGHT
+    fixed = verdict("a clamp if anything is infinite")
+    assert fixed.verdict is Verdict.OPTION
+    assert fixed.detail == "bitwise; fixed_branches=True"
     sparse = verdict("Embedding(sparse)")
     assert sparse.verdict is Verdict.REFUSED
     assert "sparse=False" in sparse.detail
-    lines = table([sparse, Row("other", "torch alone", Verdict.CRASH, "KeyError: 1", "capture")]).splitlines()
-    assert "| torch alone | 2 | 0 | 1 | 1 |" in lines
+    lines = table(
+        [sparse, fixed, Row("other", "torch alone", Verdict.CRASH, "KeyError: 1", "capture")]
+    ).splitlines()
+    assert "| torch alone | 3 | 0 | 1 | 1 | 1 |" in lines
+    assert "Bitwise: 1 of the 1 that are right." in lines
     assert "* other (torch alone): crash after capture: KeyError: 1" in lines
 
 

@@ -57,10 +57,17 @@ def sizes_as_tensors(m: Of, x: Tensor, grid: Tensor) -> Tensor:
     return m.c(F.pad(y.transpose(1, 2).reshape(len(x), high * wide), (0, 2)))
 
 
+def sizes_by_name(m: Of, x: Tensor, grid: Tensor) -> Tensor:
+    """As ViLT cuts its table of places to the size of each image."""
+    table = m.b.weight[None, None]
+    parts = [F.interpolate(input=table, size=(h, w + 1), mode="bilinear").flatten() for h, w in grid]
+    return m.c(F.pad(input=m.a(x), pad=(0, grid[0, 0], 0, 0))[:, :SIZE] * torch.cat(parts).sum())
+
+
 READERS = (parts_of_a_grid, places_in_a_grid, chosen_by_a_grid, sizes_as_tensors)
 
 
-@pytest.mark.parametrize("reads", READERS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("reads", (*READERS, sizes_by_name), ids=lambda f: f.__name__)
 def test_code_may_read_a_constant_argument(reads: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
     model, args = Of(reads), (torch.rand(3, SIZE), GRID)
