@@ -104,6 +104,8 @@ def test_all_options_but_the_named_ones_are_agreed_on() -> None:
         "whole": ("x",),
         "constant": ("x",),
         "stall_limit_s": 1.0,
+        "free_model": True,
+        "gradient_dtype": torch.float32,
     }
     compared_elsewhere = {"model", "loss_fn", "group", "split_points"}
     assert set(CompileOptions.__dataclass_fields__) == set(other) | compared_elsewhere

@@ -15,7 +15,7 @@ from torch import Tensor
 from zbcompile.compiler.batch_dimension import check_batch_dimension
 from zbcompile.compiler.call import Batch, CallForm, check_named
 from zbcompile.compiler.compiled import CompiledPipeline
-from zbcompile.compiler.free_model import free_others, require_group, warn_of_held
+from zbcompile.compiler.free_model import free_others, let_go, require_group
 from zbcompile.compiler.lower import lower
 from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.compiler.planning import (
@@ -104,7 +104,8 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
             trained = with_loss(options.model, options.loss_fn)
             staged, freed = free_others(trained, staged, plan.schedule.placement, group.rank)
         compiled = CompiledPipeline(options, group, call, staged, plan, programs)
-        warn_of_held(freed)
+        if options.free_model:
+            let_go(freed)
         return compiled
 
 
