@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from zbcompile.compiler.call import Batch
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.forms import first_form
-from zbcompile.compiler.free_model import require_group, warn_of_held
+from zbcompile.compiler.free_model import let_go, require_group
 from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.compiler.signature import CallForm, Signature, Value, largest_divisor
 from zbcompile.errors import UsageError
@@ -58,7 +58,8 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
         if options.free_model and group is not None:
             freed = form.free_others(with_loss(options.model, options.loss_fn), group)
         compiled = CompiledPipeline(options, group, form)
-        warn_of_held(freed)
+        if options.free_model:
+            let_go(freed)
         return compiled
 
 

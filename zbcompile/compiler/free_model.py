@@ -9,6 +9,8 @@ computes with it, copies it or gives it to an optimizer raises `UsageError` with
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import warnings
 import weakref
@@ -27,7 +29,7 @@ from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.schedule.ir import Placement
 
-__all__ = ["FreedBuffer", "FreedParameter", "free_others", "require_group", "warn_of_held", "without_tensors"]
+__all__ = ["FreedBuffer", "FreedParameter", "free_others", "let_go", "require_group", "without_tensors"]
 
 _LOOKS = frozenset(
     {"dim", "element_size", "is_complex", "is_floating_point", "numel", "size", "storage_offset", "stride"}
@@ -74,7 +76,7 @@ def free_others(
     -------
     StagedModel, list
         The stages, those of other ranks without the constants of their graphs; and what was freed, for
-        `warn_of_held`.
+        `let_go`.
     """
     others, own = set[str](), set[str]()
     for stage, at in zip(staged.stages, placement.rank_of, strict=True):
@@ -90,9 +92,14 @@ def free_others(
     return replace(staged, captured=replace(staged.captured, constants={})), held
 
 
-def warn_of_held(freed: Sequence[weakref.ref[Tensor]]) -> None:
-    """Warn where something else still holds a freed tensor: an optimizer made before, or a state dict."""
+def let_go(freed: Sequence[weakref.ref[Tensor]]) -> None:
+    """Give freed memory back to the system, that of compiling included.
+
+    Warn where something else still holds a freed tensor: an optimizer that was made before, or a state dict.
+    """
     gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # a C library that keeps nothing back has no such call
+        ctypes.CDLL(None).malloc_trim(0)
     alive = [tensor for ref in freed if (tensor := ref()) is not None]
     if alive:
         warnings.warn(
