@@ -547,6 +547,14 @@ class Pipeline(Sequence[Stage]):
         for parameter in self.parameters():
             parameter.grad = None
 
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of all gradients of all ranks together: what `clip_grad_norm_` clips by.
+
+        Every rank calls it, with the same ``norm_type``.
+        """
+        words = f"grad_norm({float(norm_type)})"
+        return total_norm(list(self._norms(norm_type, words).values()), norm_type)
+
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
         """Return the norm of every gradient of all ranks: name -> scalar, in the order of the model.
 

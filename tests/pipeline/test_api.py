@@ -109,6 +109,7 @@ def test_clipping_has_the_bits_of_torch(norm_type: float) -> None:
     assert list(norms) == [name for name, _ in model.named_parameters()]
     for max_norm in (1e9, 0.01):
         expected = nn.utils.clip_grad_norm_(other.parameters(), max_norm, norm_type)
+        assert torch.equal(pipeline.grad_norm(norm_type), expected)
         assert torch.equal(pipeline.clip_grad_norm_(max_norm, norm_type), expected)
         assert_same_gradients(model, other)
     next(model.parameters()).grad.fill_(math.inf)  # type: ignore[union-attr]

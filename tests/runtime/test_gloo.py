@@ -90,6 +90,7 @@ def test_ranks_that_clip_differently_are_refused_and_norms_are_those_of_all_rank
         assert "the ranks call for different norms" in record["refused"]
         assert record["kept"]
         assert record["norms"] == own
+        assert record["largest"] == max(own.values())
 
 
 def survivors(outcomes: list[Outcome], gone: int | None) -> str:

@@ -136,6 +136,11 @@ def _evaluated(pipeline: zbcompile.Pipeline, rank: int, odd: int) -> str:
     return "ran"
 
 
+def _other_scale(given: dict[str, Any], rank: int) -> None:
+    if rank == 2:
+        given["scale"] = 2.0
+
+
 CASES: Sequence[tuple[Any, set[int], str]] = (
     (_other_values, {3}, "the batch differs from that of rank 0 (target)"),
     (_other_shape, {3}, "the ranks cut the batch into different microbatches"),
@@ -145,6 +150,7 @@ CASES: Sequence[tuple[Any, set[int], str]] = (
         {3},
         "stage 3 runs on this rank and takes a tensor that it was not given (rank 3, target)",
     ),
+    (_other_scale, {2}, "the ranks differ in loss_scale"),
     (_cut_otherwise, {1, 2, 3}, "the ranks cut the batch into different microbatches"),
 )
 """What makes a batch wrong, the ranks that see it, and their words."""
@@ -153,6 +159,7 @@ CASES: Sequence[tuple[Any, set[int], str]] = (
 def _refused(pipeline: zbcompile.Pipeline, case: int, rank: int) -> str:
     given: dict[str, Any] = dict(batch(8, 5, 0))
     CASES[case][0](given, rank)
+    pipeline.loss_scale = given.pop("scale", 1.0)
     try:
         step(pipeline, given, share_losses=True)
         pipeline.synchronize()

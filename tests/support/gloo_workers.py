@@ -226,8 +226,9 @@ def clipped_differently(rank: int) -> dict[str, Any]:
         after = {n: p.grad for n, p in pipeline.named_parameters()}
         kept = all(torch.equal(grad, before[n]) for n, grad in after.items() if grad is not None)
         norms = {name: float(norm) for name, norm in pipeline.grad_norms(math.inf).items()}
+        largest = float(pipeline.grad_norm(math.inf))
         pipeline.synchronize()
-    return {"refused": refused, "kept": kept, "norms": norms, "own": before}
+    return {"refused": refused, "kept": kept, "norms": norms, "largest": largest, "own": before}
 
 
 def pipeline_buffers(pipeline: zbcompile.Pipeline) -> list[tuple[str, Tensor]]:

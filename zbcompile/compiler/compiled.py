@@ -141,7 +141,8 @@ class CompiledPipeline:
             with call.checks():
                 self.mode.check()
                 self.guard.check()
-                parts = self._parts(batch, share_losses)
+                agreed = {"share_losses": share_losses, "loss_scale": loss_scale}
+                parts = self._parts(batch, agreed)
                 state = self.follow_model()
                 self.reader.check(state)
                 self._check_weights(state)
@@ -236,7 +237,7 @@ class CompiledPipeline:
             {n.removeprefix("metric "): v for n, v in shared.items() if n.startswith("metric ")},
         )
 
-    def _parts(self, batch: Batch, share_losses: bool) -> list[tuple[TrainingForm, Run]]:
+    def _parts(self, batch: Batch, agreed: Mapping[str, object]) -> list[tuple[TrainingForm, Run]]:
         """Cut a batch into runs of microbatches, each with its form; a form that is new is made here."""
         signature, group = self.first.call.signature, self.group
         values = signature.values(batch, partial=group is not None)
@@ -253,11 +254,11 @@ class CompiledPipeline:
                 fix="give rank 0 the inputs of the model",
             )
         names = [next((n for n, f in self._forms.items() if f.call.fits(run)), None) for run in runs]
-        told = tell(group, signature, values, names, share_losses)
-        if None in told.forms:
+        told = tell(group, signature, values, names, {**agreed, "step_number": self.step_number})
+        if None in told:
             wanted = whole_shapes(group, signature, values, runs)
         else:
-            calls = [self._forms[name].call for name in told.forms if name is not None]
+            calls = [self._forms[name].call for name in told if name is not None]
             wanted = [(call.num_microbatches, call.rows, call.shapes) for call in calls]
         parts = self._with_forms(regrouped(signature, values, runs, wanted), wanted)
         for form, run in parts:

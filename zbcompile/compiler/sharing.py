@@ -11,7 +11,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,30 +22,11 @@ from zbcompile.errors import UsageError
 from zbcompile.passes.capture.nested_values import Microbatches
 from zbcompile.runtime.group import PipelineGroup
 
-__all__ = ["Told", "examples", "regrouped", "share_values", "tell", "tell_evaluation", "whole_shapes"]
+__all__ = ["examples", "regrouped", "share_values", "tell", "tell_evaluation", "whole_shapes"]
 
 _WHOLE_BYTES = 1 << 20
 """Tensors up to this size are hashed whole, of larger ones a sample of as many entries."""
 _SAMPLE = 4096
-
-
-@dataclass(frozen=True)
-class Told:
-    """What rank 0 says of a batch.
-
-    Attributes
-    ----------
-    forms
-        Names of the forms, in order; None for one that it does not know.
-    hashes
-        Per tensor a hash of it, or None where rank 0 does not have it.
-    shares
-        Whether losses and metrics go to all ranks.
-    """
-
-    forms: tuple[str | None, ...]
-    hashes: tuple[str | None, ...]
-    shares: bool
 
 
 def tell(
@@ -54,9 +34,9 @@ def tell(
     signature: Signature,
     values: Sequence[Value],
     forms: Sequence[str | None],
-    shares: bool,
-) -> Told:
-    """Return what rank 0 says of its batch; compare this rank's with it.
+    agreed: Mapping[str, object],
+) -> tuple[str | None, ...]:
+    """Return which forms rank 0's batch has, None for one that it does not know; compare this rank with it.
 
     Parameters
     ----------
@@ -64,21 +44,26 @@ def tell(
         The ranks, which all come here.
     signature, values
         This rank's part of the batch.
-    forms, shares
-        On rank 0 what it says (`Told`).
+    forms
+        On rank 0 what it says.
+    agreed
+        What must be the same on all ranks, by name.
 
     Raises
     ------
     UsageError
-        A tensor of this rank differs from rank 0's, or the ranks differ in ``shares``.
+        A tensor of this rank differs from rank 0's, or something else that must be the same.
     """
     hashes = [None if value is None else _hash(value) for value in values]
-    mine = json.dumps([list(forms), hashes, shares]) if group.rank == 0 else None
-    names, theirs, shared = json.loads(group.announce(mine, "the step"))
+    mine = json.dumps([list(forms), hashes, agreed]) if group.rank == 0 else None
+    told, theirs, others = json.loads(group.announce(mine, "the step"))
+    for name, value in agreed.items():
+        if value != others[name]:
+            raise UsageError(
+                f"the ranks differ in {name}", needed=f"{others[name]}, as on rank 0", given=value
+            )
     _compare(signature.names, hashes, theirs)
-    if shared != shares:
-        raise UsageError("the ranks differ in share_losses", needed=f"{shared}, as on rank 0", given=shares)
-    return Told(tuple(names), tuple(theirs), shared)
+    return tuple(told)
 
 
 def tell_evaluation(group: PipelineGroup, form: str, names: Sequence[str], values: Sequence[Value]) -> None:
