@@ -67,7 +67,7 @@ def sizes_by_name(m: Of, x: Tensor, grid: Tensor) -> Tensor:
 READERS = (parts_of_a_grid, places_in_a_grid, chosen_by_a_grid, sizes_as_tensors)
 
 
-@pytest.mark.parametrize("reads", (*READERS, sizes_by_name), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("reads", [*READERS, sizes_by_name], ids=lambda f: f.__name__)
 def test_code_may_read_a_constant_argument(reads: Callable[..., Tensor]) -> None:
     torch.manual_seed(0)
     model, args = Of(reads), (torch.rand(3, SIZE), GRID)
