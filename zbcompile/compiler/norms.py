@@ -76,7 +76,7 @@ def _of_all_ranks(
 ) -> dict[str, Tensor]:
     text = json.dumps([asked, {name: float(norm).hex() for name, norm in own.items()}])
     with group.calls.meeting(asked):
-        parts = [json.loads(part) for part in group.gather(text, asked)]
+        parts = [json.loads(part) for part in group.gather(text, "the norms of gradients")]
     other = next((rank for rank, (words, _) in enumerate(parts) if words != asked), None)
     if other is not None:
         raise UsageError(
