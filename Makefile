@@ -17,7 +17,10 @@ KILL_POINTS ?= 100
 KILL_SEED ?= 0
 
 COMPATIBLE := tests/passes/joint tests/passes/split/test_split.py tests/passes/verify \
-	tests/pipeline/test_models.py tests/pipeline/test_failures_boundaries.py tests/pipeline/test_failures_gradients.py
+	tests/passes/split/test_structural_hash.py tests/passes/test_kernel_strides.py tests/runtime/test_in_process.py \
+	tests/pipeline/test_models.py tests/pipeline/test_any_model.py tests/pipeline/test_more_kinds.py \
+	tests/pipeline/test_trained_losses.py tests/pipeline/test_fixed_branches.py \
+	tests/pipeline/test_failures_boundaries.py tests/pipeline/test_failures_gradients.py
 
 VENV := $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-$(TORCH))
 BIN := $(VENV)/bin

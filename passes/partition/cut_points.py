@@ -21,7 +21,7 @@ from zbcompile.passes.op_costs import seconds
 from zbcompile.passes.provenance import module_path_of, source_of
 from zbcompile.passes.torch_private import functorch_nesting
 
-__all__ = ["CallOrder", "CutPoint", "call_order"]
+__all__ = ["CallOrder", "CutPoint", "call_order", "has_known_layout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def call_order(
     for node, first in position.items():
         last = max((position[user] for user in node.users if user in position), default=first)
         value = value_of(node)
-        if value is not None and _has_known_layout(value):
+        if value is not None and has_known_layout(value):
             _span(live, first, last, tensor_bytes(value))
         else:
             _span(illegal, first, last, 1)
@@ -131,7 +131,8 @@ def _inseparable(
     return spans
 
 
-def _has_known_layout(value: Tensor) -> bool:
+def has_known_layout(value: Tensor) -> bool:
+    """Return whether no size and no stride of a value depends on data."""
     strides = value.stride() if value.layout is torch.strided else ()
     return all(isinstance(n, int) for n in (*value.shape, *strides))
 

@@ -6,7 +6,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from zbcompile.errors import CutError, UsageError
-from zbcompile.passes.partition.cut_points import CallOrder, CutPoint
+from zbcompile.passes.nodes import value_of
+from zbcompile.passes.partition.cut_points import CallOrder, CutPoint, has_known_layout
 from zbcompile.passes.provenance import module_path_of, source_of
 
 __all__ = ["balanced_cuts", "named_cuts"]
@@ -35,7 +36,7 @@ def balanced_cuts(order: CallOrder, num_stages: int) -> tuple[CutPoint, ...]:
             f"{num_stages} stages wanted, {len(distinct)} legal cut points; {_largest(order)}",
             needed=num_stages - 1,
             given=len(distinct),
-            fix="ask for fewer stages",
+            fix="ask for fewer stages" + _sizes_from_data(order),
         )
     cuts = _thinned(distinct, total, num_stages)
     ends = [0.0, *(cut.seconds_before for cut in cuts), total]
@@ -184,10 +185,23 @@ def _nearest(order: CallOrder, position: int) -> str:
     )
     if near:
         found = [f"{names[cut.position]} ({cut.source})" for cut in near[:3]]
-        return "the nearest legal cuts are before " + "; ".join(found)
+        return "the nearest legal cuts are before " + "; ".join(found) + _sizes_from_data(order)
     if order.cuts:
         return "no module starts at a legal cut: give a function that chooses among the cuts (docs/split.md)"
-    return "there is no legal cut"
+    return "there is no legal cut" + _sizes_from_data(order)
+
+
+def _sizes_from_data(order: CallOrder) -> str:
+    """Return what helps where tensors have sizes that depend on data: none of them may cross a cut."""
+    for node in order.nodes:
+        value = value_of(node)
+        if value is not None and not has_known_layout(value):
+            return (
+                f"; no tensor whose size depends on data may cross a cut, and {source_of(node)} makes the "
+                "first: name an argument that it comes from, and that has one value in all steps, in "
+                "compile(..., constant=[its name]), or give sizes as Python numbers"
+            )
+    return ""
 
 
 def _largest(order: CallOrder) -> str:

@@ -538,6 +538,20 @@ def test_more_stages_than_cut_points() -> None:
         zbcompile.compile(nn.Linear(SIZE, SIZE), 9, example_args=(batch_of(SIZE),), loss_fn=mean_square)
 
 
+def test_sizes_from_data_leave_no_cut_and_the_way_out_is_named() -> None:
+    def chosen(m: Any, x: Tensor, keep: Tensor) -> Tensor:
+        rows = x[keep]
+        return m.norm(m.second(torch.relu(m.first(rows))))
+
+    keep = torch.tensor([True, False] * 3)
+    batch = Batch((batch_of(SIZE), keep))
+    for points, stages in ((None, 6), (["second"], 2)):
+        with pytest.raises(CutError, match=r"(?s)\.py:\d+.*compile\(\.\.\., constant=\[") as caught:
+            compiled(Calls(chosen), batch, stages, 3, loss_fn=mean_square, split_points=points)
+        assert "whose size depends on data may cross a cut" in str(caught.value)
+    assert_right(Calls(chosen), *batch.args, loss=mean_square, constant=[1])
+
+
 def hooked(m: Calls, x: Tensor) -> Tensor:
     y = m.first(x)
     y.register_hook(lambda grad: grad * 3)

@@ -208,6 +208,17 @@ def test_a_rank_that_does_not_come_is_named_within_the_limit(played: Found, wher
     assert records[3]["first"].text == text
 
 
+def test_ranks_in_different_meetings_are_told_which(played: Found) -> None:
+    records = of(played, "apart")
+    assert {(r["first"].kind, r["first"].text) for r in records} == {
+        ("PipelineError", records[0]["first"].text)
+    }
+    text = records[0]["first"].text
+    assert "different meetings: ranks 0, 2 in synchronize(); ranks 1, 3 in the norms of gradients" in text
+    assert {r["second"].kind for r in records} == {""}
+    right(records)
+
+
 def test_evaluations_of_many_sizes_are_right_and_a_few_stay_compiled(played: Found) -> None:
     records = of(played, "many sizes")
     model = make_model().eval()

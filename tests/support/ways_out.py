@@ -333,6 +333,20 @@ def missing(scene: Scene, where: str) -> dict[str, Any]:
     return {"first": first, "failed_at": scene.failed_at}
 
 
+def apart(scene: Scene) -> dict[str, Any]:
+    """Ranks 1 and 3 ask for the norms of gradients while the others synchronize."""
+    scene.step()
+    scene.gradients()
+    norms = scene.rank in (1, 3)
+    first = attempt(scene.pipeline.grad_norms) if norms else scene.synchronize()
+    return {
+        "first": first,
+        "second": scene.synchronize(),
+        "good": scene.step(),
+        "gradients": scene.gradients(),
+    }
+
+
 def many_sizes(scene: Scene) -> dict[str, Any]:
     """Evaluate batches of many sizes, an empty one, and the first sizes again."""
     rows = [*range(4, 52, 4), 4, 48, 8]
@@ -364,6 +378,7 @@ SCENES: dict[str, Callable[[Scene], dict[str, Any]]] = {
     "missing in step": lambda scene: missing(scene, "step"),
     "missing in eval": lambda scene: missing(scene, "eval"),
     "missing in synchronize": lambda scene: missing(scene, "synchronize"),
+    "apart": apart,
     "many sizes": many_sizes,
 }
 

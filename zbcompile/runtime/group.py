@@ -190,7 +190,7 @@ class PipelineGroup:
         """
         digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in parts.items()}
         what = f"the agreement on {next(iter(parts))}"
-        verdict = self._meetings.meet(what, json.dumps(digests), _compared)
+        verdict = self._meet(what, json.dumps(digests), _compared)
         if verdict:
             raise self.calls.common(
                 PipelineError(
@@ -200,7 +200,7 @@ class PipelineGroup:
 
     def from_first(self, text: str | None, what: str = "the word of rank 0", extra_s: float = 0.0) -> str:
         """Return rank 0's text on every rank; the others give None. Rank 0 may take ``extra_s`` longer."""
-        return self._meetings.meet(what, text or "", lambda texts: texts[0], extra_s=extra_s)
+        return self._meet(what, text or "", lambda texts: texts[0], extra_s)
 
     def announce(self, text: str | None, what: str, source: int = 0) -> str:
         """Return the text of rank ``source`` on every rank. That rank does not wait for the others."""
@@ -208,11 +208,18 @@ class PipelineGroup:
 
     def gather(self, text: str, what: str = "the exchange") -> list[str]:
         """Return every rank's text, by rank, on every rank."""
-        return [str(t) for t in json.loads(self._meetings.meet(what, text))]
+        return [str(t) for t in json.loads(self._meet(what, text, json.dumps))]
 
     def barrier(self, what: str = "the meeting") -> None:
         """Return when every rank is here."""
-        self._meetings.meet(what, "", lambda texts: "")
+        self._meet(what, "", lambda texts: "")
+
+    def _meet(self, what: str, text: str, answer: Callable[[list[str]], str], extra_s: float = 0.0) -> str:
+        """Meet all ranks; that they meet for different things is an error which each raises by itself."""
+        try:
+            return self._meetings.meet(what, text, answer, extra_s=extra_s)
+        except PipelineError as error:
+            raise self.calls.common(error) from None
 
     def synchronize(self) -> None:
         """Return when every rank has finished its calls so far.

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
+from zbcompile.errors import PipelineError
 from zbcompile.runtime.aside import run_aside
 from zbcompile.runtime.doing import Doing
 from zbcompile.runtime.store_thread import StoreError
@@ -64,7 +65,7 @@ class Meetings:
         Parameters
         ----------
         what
-            What the ranks meet for, in words.
+            What the ranks meet for, in words: the same on all of them.
         text
             This rank's text.
         answer
@@ -78,17 +79,26 @@ class Meetings:
         ------
         Ended
             The call has been ended, here or by another rank.
+        PipelineError
+            The ranks meet for different things; the same on all of them.
         """
         key = key or self._next_key()
+        mine = json.dumps([what, text])
         theirs = [(f"{key}/{rank}", rank) for rank in range(1, self._size)]
         everyone = (f"{key}/all", 0)
         if self._rank == 0:
-            found = answer([text, *self._fetch(theirs, what, 0.0)])
-            self._ask(lambda store: _put(store, everyone[0], found))
+            rows = [json.loads(row) for row in (mine, *self._fetch(theirs, what, 0.0))]
+            apart = _apart([str(row[0]) for row in rows])
+            told = json.dumps([apart, "" if apart else answer([str(row[1]) for row in rows])])
+            self._ask(lambda store: _put(store, everyone[0], told))
             self._forget([name for name, _ in theirs] + [everyone[0]])
-            return found
-        self._ask(lambda store: _put(store, f"{key}/{self._rank}", text))
-        return self._fetch([everyone], what, extra_s)[0]
+        else:
+            self._ask(lambda store: _put(store, f"{key}/{self._rank}", mine))
+            told = self._fetch([everyone], what, extra_s)[0]
+        apart, found = map(str, json.loads(told))
+        if apart:
+            raise PipelineError(apart, fix="make the same calls in the same order on every rank")
+        return found
 
     def announce(self, what: str, text: str | None, source: int) -> str:
         """Return the text of rank ``source``, which does not wait for the others, on every rank.
@@ -194,6 +204,15 @@ class Meetings:
                     store.delete_key(key)
 
         self._store.submit(question)
+
+
+def _apart(whats: Sequence[str]) -> str:
+    """Return which ranks meet for what, or nothing where all meet for the same."""
+    if len(set(whats)) == 1:
+        return ""
+    ranks = {what: [str(r) for r, other in enumerate(whats) if other == what] for what in whats}
+    words = (f"rank{'s' * (len(r) > 1)} {', '.join(r)} in {what}" for what, r in ranks.items())
+    return f"the ranks are in different meetings: {'; '.join(words)}"
 
 
 def _put(store: Store, key: str, text: str) -> None:
