@@ -123,6 +123,7 @@ class ModelGuard:
         if not self._as_noted(training):
             for watched in self._tables:
                 watched.compare(training)
+            self._seen.clear()  # what was noted holds tensors that may have been replaced
             self._note(training)
         for contents in self._lists:
             contents.check()
@@ -135,7 +136,9 @@ class ModelGuard:
 
     def _as_noted(self, training: bool) -> bool:
         """Return whether all tables are as they were when last found right, without saying what differs."""
-        seen, tables = self._seen[training], self._named_dicts
+        seen, tables = self._seen.get(training), self._named_dicts
+        if seen is None:
+            return False
         if list(map(len, tables)) != seen.sizes or list(chain.from_iterable(tables)) != seen.names:
             return False
         if not all(map(is_, _values(tables), seen.values)):

@@ -94,7 +94,7 @@ class DistributedRunner(Runner):
             watchdog.broken(error.peer, f"waited for {describe(error.key)}")
         except Exception as error:
             raise failure(end, error) from error
-        return end.gradients
+        return end.let_go()
 
     def _await(self, wait: Wait, ticket: Ticket) -> None:
         self._waiting = (wait, ticket, time.monotonic())

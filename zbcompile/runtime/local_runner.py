@@ -58,7 +58,7 @@ class LocalRunner(Runner):
         run_together(self.ranks, self.programs, step, self.predicted)
         gradients: dict[str, Tensor] = {}
         for rank in self.ranks:
-            for name, total in rank.gradients.items():
+            for name, total in rank.let_go().items():
                 gradients.setdefault(name, total)
         return gradients
 

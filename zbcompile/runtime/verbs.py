@@ -191,6 +191,12 @@ class Rank:
                 f"the step ended with work left: {', '.join(held[:4])}", where=f"rank {self.index}"
             )
 
+    def let_go(self) -> dict[str, Tensor]:
+        """Return the step's gradients, and hold nothing of it from now on but its times."""
+        gradients = self.gradients
+        self.step, self.sums, self.gradients, self.state = Step(()), GradientSums(), {}, {}
+        return gradients
+
     # What the verbs share.
 
     def _run(self, kind: Kind, stage: int, microbatch: int, call: Callable[[*Ts], T], *args: *Ts) -> T:
