@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor, nn
 
+from zbcompile.compiler.arguments import (
+    check_types,
+    limits_of,
+    placement_of,
+    plan_of_checkpoint,
+    profile_of,
+    schedule_of,
+)
 from zbcompile.compiler.build import build
 from zbcompile.compiler.call import Batch
 from zbcompile.compiler.checkpoint import (
@@ -27,12 +35,8 @@ from zbcompile.compiler.replan import Replan, replan
 from zbcompile.compiler.saved import Own, load, save
 from zbcompile.compiler.scaler import PipelineScaler
 from zbcompile.errors import UsageError
-from zbcompile.formats import folders, profile_json
-from zbcompile.formats.checkpoint_json import PLAN_FILE
-from zbcompile.formats.detect import load_schedule
-from zbcompile.formats.files import read_text
 from zbcompile.formats.measured_json import Measured
-from zbcompile.options import CompileOptions, MemoryLimit, PlacementName, argument_places, batch_dims
+from zbcompile.options import CompileOptions, argument_places, batch_dims
 from zbcompile.passes.capture.nested_values import Microbatches
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.runtime.stage_modules import Stage
@@ -195,19 +199,19 @@ def compile(
     UsageError
         An argument cannot be meant.
     """
-    _check_types(model, example_args, example_kwargs)
-    saved = _saved_plan(schedule)
+    check_types(model, example_args, example_kwargs)
+    saved = plan_of_checkpoint(schedule)
     options = CompileOptions(
         model=model,
         num_stages=num_stages,
         loss_fn=loss_fn,
         num_microbatches=num_microbatches,
-        memory_limit=_limit(memory_limit),
-        placement=_placement(placement),
+        memory_limit=limits_of(memory_limit),
+        placement=placement_of(placement),
         objective=objective,
         transport=transport,
-        profile=saved.problem.profile if saved is not None and profile is None else _profile(profile),
-        schedule=_schedule(schedule if saved is None else saved),
+        profile=saved.problem.profile if saved is not None and profile is None else profile_of(profile),
+        schedule=schedule_of(schedule if saved is None else saved),
         solution=saved,
         num_ranks=num_ranks,
         group=group,
@@ -235,58 +239,6 @@ def compile(
     if example_args is not None or example_kwargs is not None:
         pipeline.build(tuple(example_args or ()), dict(example_kwargs or {}), example_target)
     return pipeline
-
-
-def _check_types(model: object, args: object, kwargs: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            "the model must be an nn.Module",
-            given=type(model).__name__,
-            fix="put the function into the forward of a module",
-        )
-    if args is not None and not isinstance(args, tuple | list):
-        raise UsageError(
-            "example_args must be a tuple of the positional arguments of step()",
-            given=type(args).__name__,
-            fix="write example_args=(inputs,)",
-        )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise UsageError(
-            "example_kwargs must map the names of step()'s keyword arguments", given=type(kwargs).__name__
-        )
-
-
-def _limit(limit: int | Sequence[int | None] | None) -> MemoryLimit:
-    return tuple(limit) if isinstance(limit, list) else cast(MemoryLimit, limit)
-
-
-def _placement(placement: str | Placement | Sequence[int]) -> PlacementName | Placement:
-    if isinstance(placement, str | Placement):
-        return cast("PlacementName | Placement", placement)
-    return Placement(tuple(placement))
-
-
-def _profile(profile: Profile | Device | str | os.PathLike[str] | None) -> Profile | Device | None:
-    if isinstance(profile, str | os.PathLike):
-        return profile_json.loads(read_text(profile), str(profile)).profile
-    return profile
-
-
-def _saved_plan(schedule: object) -> Solution | None:
-    """Return the whole plan of a checkpoint; None where no checkpoint was given."""
-    if not isinstance(schedule, str | os.PathLike):
-        return None
-    folder = folders.present(os.path.realpath(schedule))
-    if not os.path.isdir(folder):
-        return None
-    path = os.path.join(folder, PLAN_FILE)
-    return load_schedule(read_text(path), path)[0].solution()
-
-
-def _schedule(schedule: Schedule | Solution | str | os.PathLike[str] | None) -> Schedule | None:
-    if isinstance(schedule, str | os.PathLike):
-        return load_schedule(read_text(schedule), str(schedule))[0].schedule
-    return schedule.schedule if isinstance(schedule, Solution) else schedule
 
 
 class Pipeline(Sequence[Stage]):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import zbcompile
 from tests.support.pipeline_oracle import same_state
 from zbcompile import Microbatches
-from zbcompile.compiler.forms import MAX_FORMS
+from zbcompile.compiler.form_table import MAX_FORMS
 from zbcompile.errors import InfeasibleError, PipelineError, ShapeError, UsageError
 
 WIDTH = 6
@@ -162,7 +162,7 @@ def test_forms_that_are_not_used_make_room_for_new_ones() -> None:
     for length in range(2, MAX_FORMS + 6):
         x, y = tokens(8, length)
         pipeline.step(x, target=y)
-    assert len(pipeline._ready()._forms) == MAX_FORMS + 1
+    assert len(pipeline._ready()._forms.names) == MAX_FORMS + 1
     x, y = tokens(8)
     pipeline.step(x, target=y)
 

@@ -11,11 +11,12 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from zbcompile.compiler.call import Batch
+from zbcompile.compiler.call_form import CallForm
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.forms import first_form
 from zbcompile.compiler.free_model import let_go, require_group
 from zbcompile.compiler.observe import Observer, quiet
-from zbcompile.compiler.signature import CallForm, Signature, Value, largest_divisor
+from zbcompile.compiler.signature import Signature, Value, largest_divisor
 from zbcompile.errors import UsageError
 from zbcompile.options import CompileOptions
 from zbcompile.passes.capture.nested_values import Microbatches

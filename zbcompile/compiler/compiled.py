@@ -7,19 +7,21 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zbcompile.compiler.call import Batch, constant_values, name_of
 from zbcompile.compiler.evaluation import Evaluation
-from zbcompile.compiler.forms import MAX_FORMS, TrainingForm, form_name, further_form
+from zbcompile.compiler.form_table import FormTable
+from zbcompile.compiler.forms import TrainingForm
 from zbcompile.compiler.load import join_metrics, join_results, losses_of, make_reader
 from zbcompile.compiler.lower import LoweredPlan
-from zbcompile.compiler.model_guard import ModeGuard, ModelGuard, refuse_inputs_with_gradients
-from zbcompile.compiler.sharing import examples, regrouped, share_values, tell, tell_evaluation, whole_shapes
-from zbcompile.compiler.signature import CallForm, Counted, Run, described
+from zbcompile.compiler.model_guard import ModeGuard, ModelGuard
+from zbcompile.compiler.runs import Run
+from zbcompile.compiler.sharing import share_values, tell_evaluation
+from zbcompile.compiler.signature import described
 from zbcompile.errors import UsageError
 from zbcompile.formats.measured_json import Measured
 from zbcompile.options import CompileOptions
@@ -95,7 +97,7 @@ class CompiledPipeline:
 
     def _attach(self, group: PipelineGroup | None) -> None:
         self.group = group
-        self._forms, self._last = {self.first.name: self.first}, self.first
+        self._forms, self._last = FormTable(self.options, group, self.first), self.first
         self._kept = KeptBuffers(self.first.changed_buffers(self.runner.rank))
         if group is not None:
             group.calls.own_state = self._own_state
@@ -141,13 +143,18 @@ class CompiledPipeline:
             with call.checks():
                 self.mode.check()
                 self.guard.check()
-                agreed = {"share_losses": share_losses, "loss_scale": loss_scale}
-                parts = self._parts(batch, agreed)
+                agreed = {
+                    "share_losses": share_losses,
+                    "loss_scale": loss_scale,
+                    "step_number": self.step_number,
+                }
+                parts = self._forms.parts(batch, agreed)
+                steps = self._steps(parts, loss_scale, keep_results)
+                self._kept.watch(b for form, _ in parts for b in form.changed_buffers(self.runner.rank))
                 state = self.follow_model()
                 self.reader.check(state)
                 self._check_weights(state)
                 self._check_read_buffers(self.staged.captured.read_buffers)
-            steps = self._steps(parts, loss_scale, keep_results)
             with self._kept.keep(state):
                 with torch_private.no_autocast():
                     for (form, _), step in zip(parts, steps, strict=True):
@@ -237,67 +244,6 @@ class CompiledPipeline:
             {n.removeprefix("metric "): v for n, v in shared.items() if n.startswith("metric ")},
         )
 
-    def _parts(self, batch: Batch, agreed: Mapping[str, object]) -> list[tuple[TrainingForm, Run]]:
-        """Cut a batch into runs of microbatches, each with its form; a form that is new is made here."""
-        signature, group = self.first.call.signature, self.group
-        values = signature.values(batch, partial=group is not None)
-        refuse_inputs_with_gradients(signature.names, values)
-        runs = signature.runs(values, signature.lengths(values, self.first.call.rows))
-        if self.options.other_shapes == "refuse" and not all(map(self.first.call.fits, runs)):
-            k = signature.first_difference(values)
-            raise signature.differs(0 if k is None else k, values[0 if k is None else k])
-        if group is None:
-            return self._with_forms(runs, [(len(run.pieces), run.rows, run.shapes) for run in runs])
-        if group.rank == 0 and not runs:
-            raise UsageError(
-                "rank 0 tells the others the shape of the batch, and was given none of it",
-                fix="give rank 0 the inputs of the model",
-            )
-        names = [next((n for n, f in self._forms.items() if f.call.fits(run)), None) for run in runs]
-        told = tell(group, signature, values, names, {**agreed, "step_number": self.step_number})
-        if None in told:
-            wanted = whole_shapes(group, signature, values, runs)
-        else:
-            calls = [self._forms[name].call for name in told if name is not None]
-            wanted = [(call.num_microbatches, call.rows, call.shapes) for call in calls]
-        parts = self._with_forms(regrouped(signature, values, runs, wanted), wanted)
-        for form, run in parts:
-            self._check_present(form, run)
-        return parts
-
-    def _with_forms(self, runs: Sequence[Run], wanted: Sequence[Counted]) -> list[tuple[TrainingForm, Run]]:
-        """Give every run its form; those that are new are compiled, and the oldest make room for them."""
-        parts = []
-        for run, (count, _, shapes) in zip(runs, wanted, strict=True):
-            name = form_name(count, shapes)
-            form = self._forms.pop(name, None)
-            if form is None:
-                example = examples(run, shapes, self.first.call.flat_example)
-                call = CallForm(self.first.call.signature, example)
-                form = further_form(self.options, self.group, [self.first, *self._forms.values()], call)
-            self._forms[name] = form
-            parts.append((form, run))
-        used = {self.first.name, *(form.name for form, _ in parts)}
-        oldest = [name for name in self._forms if name not in used]
-        for name in oldest[: max(0, len(self._forms) - 1 - MAX_FORMS)]:
-            self._forms.pop(name).runner.close()
-        self._kept.watch(b for form, _ in parts for b in form.changed_buffers(self.runner.rank))
-        return parts
-
-    def _check_present(self, form: TrainingForm, run: Run) -> None:
-        """Refuse a run that lacks a tensor which a stage of this process takes."""
-        rank_of, signature = self.spec.placement.rank_of, form.call.signature
-        for stage in form.staged.stages:
-            if self.group is None or rank_of[stage.index] != self.group.rank:
-                continue
-            for port in stage.inputs:
-                if port.source[0] == "batch" and run.pieces[0][port.source[1]] is None:
-                    raise UsageError(
-                        f"stage {stage.index} runs on this rank and takes a tensor that it was not given",
-                        where=f"rank {self.group.rank}, {signature.names[port.source[1]]}",
-                        fix="give it on this rank; only what no stage of a rank takes can be left out",
-                    )
-
     def run_eval(self, batch: Batch) -> StepResult:
         """Run forward only; the first call with a shape captures the model in evaluation mode."""
         with self.runner.call("the evaluation") as call:
@@ -340,14 +286,17 @@ class CompiledPipeline:
 
     def _own_state(self) -> str:
         """Return what must be equal on all ranks, and may not be when some had finished a refused call."""
-        return json.dumps([self.step_number, list(self._evaluations), list(self._forms)])
+        return json.dumps([self.step_number, list(self._evaluations), self._forms.names])
 
     def _follow_others(self, states: Sequence[str]) -> None:
         """Take over the step's number, and keep the forms that all ranks have, in rank 0's order."""
         rows = [json.loads(state) for state in states]
         self.step_number = max(row[0] for row in rows)
-        self._evaluations = _common(self._evaluations, [row[1] for row in rows])
-        self._forms = _common(self._forms, [row[2] for row in rows])
+        kept = [key for key in rows[0][1] if all(key in row[1] for row in rows)]
+        for key in set(self._evaluations) - set(kept):
+            self._evaluations.pop(key).runner.close()
+        self._evaluations = {key: self._evaluations[key] for key in kept}
+        self._forms.keep_common([row[2] for row in rows])
 
     def _check_read_buffers(self, read: Mapping[str, Tensor]) -> None:
         """Refuse another value of a buffer that Python code of the model read when it was captured."""
@@ -402,19 +351,8 @@ class CompiledPipeline:
 
     def close(self) -> None:
         """Release the runners, and leave the pipeline's process groups."""
-        runners = [form.runner for form in self._forms.values()]
-        for runner in (*runners, *(evaluation.runner for evaluation in self._evaluations.values())):
-            runner.close()
+        for evaluation in self._evaluations.values():
+            evaluation.runner.close()
+        self._forms.close()
         if self.group is not None:
             self.group.close()
-
-
-_Form = TypeVar("_Form", TrainingForm, Evaluation)
-
-
-def _common(mine: Mapping[str, _Form], names: Sequence[Sequence[str]]) -> dict[str, _Form]:
-    """Return the forms that all ranks have, in rank 0's order; the others are closed."""
-    kept = [name for name in names[0] if all(name in row for row in names)]
-    for name in set(mine) - set(kept):
-        mine[name].runner.close()
-    return {name: mine[name] for name in kept}

@@ -10,9 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from zbcompile.compiler.call import Batch
+from zbcompile.compiler.call_form import CallForm
 from zbcompile.compiler.load import make_reader, make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan, codegen, lower_order
-from zbcompile.compiler.signature import CallForm, Run, Signature, Value, largest_divisor
+from zbcompile.compiler.runs import Run
+from zbcompile.compiler.signature import Signature, Value, largest_divisor
 from zbcompile.errors import UsageError
 from zbcompile.options import CompileOptions
 from zbcompile.passes.capture.capture import capture

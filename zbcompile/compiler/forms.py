@@ -15,6 +15,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from zbcompile.compiler.batch_dimension import check_batch_dimension
+from zbcompile.compiler.call_form import CallForm
 from zbcompile.compiler.free_model import free_others, without_tensors
 from zbcompile.compiler.load import make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan, lower
@@ -26,7 +27,8 @@ from zbcompile.compiler.planning import (
     plan_for_all,
     warn_of_held_gradients,
 )
-from zbcompile.compiler.signature import CallForm, Shapes, Value
+from zbcompile.compiler.runs import Shapes
+from zbcompile.compiler.signature import Value
 from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import ShapeError, UsageError
 from zbcompile.options import CompileOptions
@@ -39,10 +41,7 @@ from zbcompile.runtime.randomness import draws_random_numbers
 from zbcompile.runtime.spec import PipelineSpec
 from zbcompile.schedule.devices import Device
 
-__all__ = ["MAX_FORMS", "TrainingForm", "first_form", "form_name", "further_form"]
-
-MAX_FORMS = 8
-"""Forms of training batches that stay compiled beside the first one."""
+__all__ = ["TrainingForm", "first_form", "form_name", "further_form"]
 
 _AT_ONCE_S = 1.0
 """Seconds for the search of an order for a further form."""

@@ -16,7 +16,7 @@ import warnings
 
 import torch
 
-from zbcompile.compiler.signature import CallForm
+from zbcompile.compiler.call_form import CallForm
 from zbcompile.errors import CheckError, FormatError
 from zbcompile.formats import schedule_json
 from zbcompile.formats.files import read_text, write_text

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
+from zbcompile.compiler.call_form import CallForm
 from zbcompile.compiler.observe import Observer
 from zbcompile.compiler.plan_cache import PlanCache
-from zbcompile.compiler.signature import CallForm
 from zbcompile.errors import CheckError, InfeasibleError, UsageError
 from zbcompile.formats import schedule_json
 from zbcompile.options import CompileOptions

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from zbcompile.compiler.call import pieces_of
-from zbcompile.compiler.signature import Counted, Run, Shapes, Signature, Value
+from zbcompile.compiler.runs import Counted, Run, Shapes
+from zbcompile.compiler.signature import Signature, Value
 from zbcompile.errors import UsageError
 from zbcompile.passes.capture.nested_values import Microbatches
 from zbcompile.runtime.group import PipelineGroup

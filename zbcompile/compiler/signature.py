@@ -10,49 +10,20 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
-import torch
 from torch import Tensor, nn
 
 from zbcompile.compiler.call import Batch, check_named, name_of, named, pieces_of, places_of
+from zbcompile.compiler.runs import Run, shapes_of
 from zbcompile.errors import ShapeError, UsageError
 from zbcompile.options import BatchDim, CompileOptions
 from zbcompile.passes.capture.nested_values import Microbatches, Spec, unflatten
 
-__all__ = ["CallForm", "Counted", "Run", "Shapes", "Signature", "Value", "described", "largest_divisor"]
+__all__ = ["Signature", "Value", "described", "largest_divisor"]
 
 Value = Tensor | Microbatches | None
 """One tensor of a call; None: this process does not have it."""
-
-Shapes = tuple[tuple[int, ...] | None, ...]
-"""Shape of every tensor of a microbatch; None for one that this process does not have."""
-
-
-Counted = tuple[int, int, Shapes]
-"""Neighbouring microbatches of one shape: their number, rows of each, shapes of its tensors."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """Neighbouring microbatches of one shape.
-
-    Attributes
-    ----------
-    rows
-        Of each microbatch.
-    pieces
-        Per microbatch the flat tensors; None where this process does not have one.
-    """
-
-    rows: int
-    pieces: Sequence[Sequence[Tensor | None]]
-
-    @property
-    def shapes(self) -> Shapes:
-        """Of every microbatch."""
-        return _shapes(self.pieces[0])
 
 
 class Signature:
@@ -255,7 +226,7 @@ class Signature:
         for i, rows in enumerate(lengths):
             pieces.append((rows, [self._piece(k, v, i, start, rows) for k, v in enumerate(values)]))
             start += rows
-        grouped = groupby(pieces, lambda piece: (piece[0], _shapes(piece[1])))
+        grouped = groupby(pieces, lambda piece: (piece[0], shapes_of(piece[1])))
         return [Run(rows, [tensors for _, tensors in group]) for (rows, _), group in grouped]
 
     def _piece(self, k: int, value: Value, microbatch: int, start: int, rows: int) -> Tensor | None:
@@ -277,89 +248,6 @@ class Signature:
             given=given,
             fix="give as many of every tensor that was cut when the pipeline was compiled",
         )
-
-
-class CallForm:
-    """Calls whose microbatches have one shape and number: what programs and graphs are made for.
-
-    Parameters
-    ----------
-    signature
-        Of the pipeline.
-    run
-        Example microbatches, with every tensor.
-
-    Attributes
-    ----------
-    signature
-        As given.
-    rows, shapes, num_microbatches
-        Of the run.
-    flat_example, example
-        The first microbatch, flat and as it was nested.
-    constants
-        Flat index of a constant tensor -> its value.
-
-    Raises
-    ------
-    UsageError
-        The microbatches differ in a constant.
-    """
-
-    def __init__(self, signature: Signature, run: Run) -> None:
-        self.signature, self.rows, self.shapes = signature, run.rows, run.shapes
-        self.num_microbatches = len(run.pieces)
-        self.flat_example = [_present(piece) for piece in run.pieces[0]]
-        self.example = Batch(*unflatten(signature.spec, self.flat_example))
-        self._strides = [tensor.stride() for tensor in self.flat_example]
-        self.constants = {k: self.flat_example[k].clone() for k in sorted(signature.constant)}
-        self._check_constants(run, "of the first microbatch")
-
-    @property
-    def key(self) -> tuple[int, Shapes]:
-        """Number and shapes of the microbatches."""
-        return self.num_microbatches, self.shapes
-
-    def fits(self, run: Run) -> bool:
-        """Return whether a run has this form, as far as this process has its tensors."""
-        same = (a is None or a == b for a, b in zip(run.shapes, self.shapes, strict=True))
-        return len(run.pieces) == self.num_microbatches and all(same)
-
-    def microbatches(self, run: Run) -> list[list[Tensor | None]]:
-        """Return the flat tensors of each microbatch, without history, with the strides compiled for.
-
-        Raises
-        ------
-        UsageError
-            A constant has another value than was compiled for.
-        """
-        self._check_constants(run, "as compiled")
-        return [[self._strided(k, tensor) for k, tensor in enumerate(piece)] for piece in run.pieces]
-
-    def _strided(self, k: int, tensor: Tensor | None) -> Tensor | None:
-        if tensor is None:
-            return None
-        tensor = tensor.detach()
-        stride = self._strides[k]
-        if tensor.stride() == stride:
-            return tensor
-        copy = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-        return copy.copy_(tensor)
-
-    def _check_constants(self, run: Run, words: str) -> None:
-        """Refuse microbatches with other values of constants than were compiled for."""
-        for k, value in self.constants.items():
-            for microbatch, tensors in enumerate(run.pieces if self.signature.cut[k] else run.pieces[:1]):
-                given = tensors[k]
-                if given is not None and not torch.equal(given, value):
-                    raise UsageError(
-                        "a constant argument has another value than the one that is compiled",
-                        where=f"{self.signature.names[k]}, microbatch {microbatch}",
-                        needed=f"{reprlib.repr(value.tolist())}, {words}",
-                        given=reprlib.repr(given.tolist()),
-                        fix="give microbatches that agree in it, compile another pipeline for other values, "
-                        "or take it out of constant=[...]",
-                    )
 
 
 def largest_divisor(size: int, limit: int) -> int:
@@ -393,15 +281,6 @@ def _other_size(name: str, needed: int, given: int) -> UsageError:
         given=given,
         fix="name its batch dimension in compile(..., batch_dim={...}), None if it has none",
     )
-
-
-def _shapes(tensors: Sequence[Tensor | None]) -> Shapes:
-    return tuple(None if tensor is None else tuple(tensor.shape) for tensor in tensors)
-
-
-def _present(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None, "a form is made from whole microbatches"
-    return tensor
 
 
 def described(value: Value) -> str:

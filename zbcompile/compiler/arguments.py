@@ -1,0 +1,79 @@
+"""Arguments of `zbcompile.compile` as users write them -> values of `CompileOptions`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from torch import nn
+
+from zbcompile.errors import UsageError
+from zbcompile.formats import folders, profile_json
+from zbcompile.formats.checkpoint_json import PLAN_FILE
+from zbcompile.formats.detect import load_schedule
+from zbcompile.formats.files import read_text
+from zbcompile.options import MemoryLimit, PlacementName
+from zbcompile.schedule.costs import Profile
+from zbcompile.schedule.devices import Device
+from zbcompile.schedule.ir import Placement, Schedule
+from zbcompile.schedule.solution import Solution
+
+__all__ = ["check_types", "limits_of", "placement_of", "plan_of_checkpoint", "profile_of", "schedule_of"]
+
+
+def check_types(model: object, args: object, kwargs: object) -> None:
+    """Refuse a model that is no module, and examples that are no arguments."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            "the model must be an nn.Module",
+            given=type(model).__name__,
+            fix="put the function into the forward of a module",
+        )
+    if args is not None and not isinstance(args, tuple | list):
+        raise UsageError(
+            "example_args must be a tuple of the positional arguments of step()",
+            given=type(args).__name__,
+            fix="write example_args=(inputs,)",
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise UsageError(
+            "example_kwargs must map the names of step()'s keyword arguments", given=type(kwargs).__name__
+        )
+
+
+def limits_of(limit: int | Sequence[int | None] | None) -> MemoryLimit:
+    """Return the limit of memory as an option."""
+    return tuple(limit) if isinstance(limit, list) else cast(MemoryLimit, limit)
+
+
+def placement_of(placement: str | Placement | Sequence[int]) -> PlacementName | Placement:
+    """Return a placement or its name; a sequence gives the rank of each stage."""
+    if isinstance(placement, str | Placement):
+        return cast("PlacementName | Placement", placement)
+    return Placement(tuple(placement))
+
+
+def profile_of(profile: Profile | Device | str | os.PathLike[str] | None) -> Profile | Device | None:
+    """Return the costs to plan with, read from a file where one was named."""
+    if isinstance(profile, str | os.PathLike):
+        return profile_json.loads(read_text(profile), str(profile)).profile
+    return profile
+
+
+def plan_of_checkpoint(schedule: object) -> Solution | None:
+    """Return the whole plan of a checkpoint; None where no checkpoint was given."""
+    if not isinstance(schedule, str | os.PathLike):
+        return None
+    folder = folders.present(os.path.realpath(schedule))
+    if not os.path.isdir(folder):
+        return None
+    path = os.path.join(folder, PLAN_FILE)
+    return load_schedule(read_text(path), path)[0].solution()
+
+
+def schedule_of(schedule: Schedule | Solution | str | os.PathLike[str] | None) -> Schedule | None:
+    """Return the order to run, read from a file where one was named."""
+    if isinstance(schedule, str | os.PathLike):
+        return load_schedule(read_text(schedule), str(schedule))[0].schedule
+    return schedule.schedule if isinstance(schedule, Solution) else schedule
