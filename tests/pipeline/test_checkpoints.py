@@ -198,7 +198,11 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
 def test_replicas_and_restarts_run_the_plan_that_was_made_once(tmp_path: Path) -> None:
     records = spawn(replicas, 4, (str(tmp_path),), timeout_s=200)
-    for record in records:
+    for rank, record in enumerate(records):
+        failed = (
+            "UsageError: mine" if rank == 3 else "PipelineError: rank 3 failed in compile(): UsageError: mine"
+        )
+        assert failed in record["failed"]
         assert (
             "PipelineError: the ranks differ in their stage graphs: rank 3 from rank 0" in record["different"]
         )

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import zbcompile
 from tests.support.gloo_workers import even_profile
-from zbcompile.errors import ZBCompileError
+from zbcompile.errors import UsageError, ZBCompileError
 from zbcompile.runtime.group import PipelineGroup
 
 STATE = dict[str, Tensor]
@@ -152,6 +152,16 @@ def replicas(rank: int, folder: str) -> dict[str, Any]:
     different = refused(
         lambda: zbcompile.compile(model(rank == 3), 4, plan_group=dist.group.WORLD, **form, **example)
     )
+
+    def fails(name: str, artifact: object) -> None:
+        if rank == 3 and name == "partition":
+            raise UsageError("mine")
+
+    failed = refused(
+        lambda: zbcompile.compile(
+            model(False), 4, plan_group=dist.group.WORLD, **form, **example, observer=fails
+        )
+    )
     job = {"plan_group": dist.group.WORLD, "cache": f"{folder}/cache"}
     pipeline = zbcompile.compile(model(False), 4, **job, **form, **example)
     seen: list[str] = []
@@ -171,6 +181,7 @@ def replicas(rank: int, folder: str) -> dict[str, Any]:
     equal = all(torch.equal(tensor, again.state_dict()[n]) for n, tensor in pipeline.state_dict().items())
     return {
         "different": different,
+        "failed": failed,
         "plan": repr(pipeline.solution),
         "again": repr(again.solution),
         "cached": repr(cached.solution),

@@ -417,7 +417,7 @@ BUILDS: dict[str, tuple[int, Any, str, BaseException]] = {
     "capture": (1, stages_module, "capture", RuntimeError("not this model")),
     "interrupt": (2, stages_module, "partition", KeyboardInterrupt()),
     "measure": (0, planning_module, "measure", ValueError("no clock")),
-    "plan": (0, planning_module, "plan", MemoryError("no room for the search")),
+    "plan": (0, planning_module, "solve", MemoryError("no room for the search")),
     "codegen": (2, lower_module, "emit", ValueError("no paper left")),
     "load": (3, compiled_module, "make_reader", ValueError("no glasses")),
 }
