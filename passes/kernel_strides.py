@@ -10,62 +10,52 @@ in another layout than eager has, and sums and convolutions round by layout::
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-__all__ = ["strides_of_kernels"]
+__all__ = ["strides_of"]
 
 aten = torch.ops.aten
 _KEEP_ORDER = (
-    aten.clone, aten._conj_physical, aten.deg2rad, aten.frexp, aten.hardtanh, aten.nan_to_num, aten.rad2deg,
-    aten.relu6,
+    "aten.clone", "aten._conj_physical", "aten.deg2rad", "aten.frexp", "aten.hardtanh", "aten.nan_to_num",
+    "aten.rad2deg", "aten.relu6",
 )  # fmt: skip
 """Element-wise calls whose results have the strides of the argument, as foretold."""
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
+_Function = Callable[..., object]
 _Strides = tuple[int, ...]
 _Rule = Callable[[Sequence[Tensor], Tensor], "_Strides | None"]
 """(tensors among the arguments, first result as foretold) -> its true strides; None: as foretold."""
 
 
-@contextlib.contextmanager
-def strides_of_kernels() -> Iterator[None]:
-    """Give fake tensors on the CPU the strides that results of real tensors have."""
-    given = FakeTensorMode.dispatch
+def strides_of(
+    func: _Function, operands: int, tensors: Sequence[Tensor], made: Tensor
+) -> tuple[int, ...] | None:
+    """Return the strides that the CPU's kernel gives the first result of a call.
 
-    def dispatch(
-        mode: FakeTensorMode,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        made = given(mode, func, types, args, kwargs or {})
-        rule = _rule(func)
-        first = made[0] if isinstance(made, tuple | list) and made else made
-        if rule is None or not isinstance(first, Tensor):
-            return made
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        if first.dim() < 2 or not all(map(_is_plain, (first, *tensors))):
-            return made
-        strides = rule(tensors, first)
-        if strides is None or strides == first.stride():
-            return made
-        form = {"dtype": first.dtype, "device": first.device}
-        again = given(mode, aten.empty_strided.default, (), (list(first.shape), list(strides)), form)
-        return (again, *made[1:]) if isinstance(made, tuple | list) else again
+    Parameters
+    ----------
+    func
+        An overload of ``torch.ops.aten`` that changes no argument.
+    operands
+        How many tensors it must be given.
+    tensors, made
+        Tensors among the positional arguments, and the result, as torch foretells it.
 
-    setattr(FakeTensorMode, "dispatch", dispatch)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(FakeTensorMode, "dispatch", given)  # noqa: B010
+    Returns
+    -------
+    tuple of int or None
+        None where they are those of ``made``, or where nothing is known.
+    """
+    rule = _rule(func)
+    if rule is None or made.dim() < 2 or not all(map(_is_plain, (made, *tensors))):
+        return None
+    found = rule(tensors, made) if len(tensors) >= operands else None
+    return None if found == made.stride() else found
 
 
 def _is_plain(value: Tensor) -> bool:
@@ -76,23 +66,18 @@ def _is_plain(value: Tensor) -> bool:
 
 
 @functools.cache
-def _rule(func: OpOverload) -> _Rule | None:
+def _rule(func: _Function) -> _Rule | None:
     found = _RULES.get(func)
-    if found is not None or not isinstance(func, OpOverload) or not str(func).startswith("aten."):
+    packet, _, overload = str(func).rpartition(".")
+    if found is not None or not packet.startswith("aten.") or packet in _KEEP_ORDER:
         return found
-    if func._schema.is_mutable:
-        return None
-    if torch.Tag.pointwise not in func.tags or "scalar" in func._overloadname.lower():
-        return None
-    if func.overloadpacket in _KEEP_ORDER:
-        return None
-    operands = sum(str(argument.type) == "Tensor" for argument in func._schema.arguments)
-    return functools.partial(_element_wise, operands)
+    is_element_wise = torch.Tag.pointwise in getattr(func, "tags", ())
+    return _element_wise if is_element_wise and "scalar" not in overload.lower() else None
 
 
-def _element_wise(operands: int, tensors: Sequence[Tensor], made: Tensor) -> _Strides | None:
+def _element_wise(tensors: Sequence[Tensor], made: Tensor) -> _Strides | None:
     """Return contiguous strides where all operands are contiguous: a kernel then asks for no other order."""
-    if len(tensors) != operands or not made.is_contiguous():
+    if not made.is_contiguous():
         return None
     alike = all(t.shape == made.shape and t.is_contiguous() for t in tensors)
     return _contiguous(made) if alike else None
@@ -139,13 +124,13 @@ def _contiguous(value: Tensor) -> _Strides:
     return tuple(strides)
 
 
-_RULES: dict[OpOverload, _Rule] = {
+_RULES: dict[_Function, _Rule] = {
     aten._log_softmax_backward_data.default: _plain,
     aten._softmax_backward_data.default: _plain,
     aten.native_layer_norm_backward.default: _plain,
     aten.native_dropout_backward.default: _like_first,
     aten.softplus_backward.default: _like_first,
-    aten.pow.Tensor_Scalar: functools.partial(_element_wise, 1),
+    aten.pow.Tensor_Scalar: _element_wise,
     aten.native_batch_norm.default: _batch_norm,
     aten._native_batch_norm_legit.default: _batch_norm,
     aten._native_batch_norm_legit.no_stats: _batch_norm,

@@ -1,18 +1,19 @@
 """Patch torch while a model is traced: every context that changes how torch behaves, and puts it back.
 
 Capture uses `as_in_eager`, `compiled_code_as_eager`, `distributions_unchecked`,
-`grouped_products_of_any_dtype`, `idle_casts_skipped`, `indices_as_calls`, `quiet`, `truth_asked_first` and
-`without_tensor_hooks`; the joint trace uses `joint_trace_patched`.
+`grouped_products_of_any_dtype`, `idle_casts_skipped`, `indices_as_calls`, `quiet`, `strides_of_kernels`,
+`truth_asked_first` and `without_tensor_hooks`; the joint trace uses `joint_trace_patched`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import NoReturn
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.errors import CaptureError
-from zbcompile.passes.kernel_strides import strides_of_kernels
+from zbcompile.passes.kernel_strides import strides_of
 
 __all__ = [
     "as_in_eager",
@@ -32,6 +33,7 @@ __all__ = [
     "indices_as_calls",
     "joint_trace_patched",
     "quiet",
+    "strides_of_kernels",
     "truth_asked_first",
     "without_tensor_hooks",
 ]
@@ -266,6 +268,46 @@ def grouped_products_of_any_dtype() -> Iterator[None]:
 
     with attribute_replaced(module, "_meta_grouped_mm_common", common):
         yield
+
+
+@contextlib.contextmanager
+def strides_of_kernels() -> Iterator[None]:
+    """Give fake tensors on the CPU the strides that results of real tensors have (`kernel_strides`)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    given: Callable[..., object] = vars(FakeTensorMode)["dispatch"]
+
+    def dispatch(
+        mode: FakeTensorMode,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        made = given(mode, func, types, args, kwargs or {})
+        first = made[0] if isinstance(made, tuple | list) and made else made
+        operands = _operands(func)
+        if operands is None or not isinstance(first, Tensor):
+            return made
+        strides = strides_of(func, operands, [a for a in args if isinstance(a, Tensor)], first)
+        if strides is None:
+            return made
+        form = {"dtype": first.dtype, "device": first.device}
+        empty = torch.ops.aten.empty_strided.default
+        again = given(mode, empty, (), (list(first.shape), list(strides)), form)
+        return (again, *made[1:]) if isinstance(made, tuple | list) else again
+
+    with attribute_replaced(FakeTensorMode, "dispatch", dispatch):
+        yield
+
+
+@functools.cache
+def _operands(func: torch._ops.OpOverload) -> int | None:
+    """Return how many tensors an operator must be given; None where it changes one."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return None
+    return sum(str(argument.type) == "Tensor" for argument in schema.arguments)
 
 
 @contextlib.contextmanager

@@ -44,7 +44,6 @@ from zbcompile.passes.capture.state_guards import (
 )
 from zbcompile.passes.capture.trace_guards import TraceGuard
 from zbcompile.passes.capture.with_loss import loss_module, loss_name, result_with_loss, with_loss
-from zbcompile.passes.kernel_strides import strides_of_kernels
 from zbcompile.passes.provenance import MODEL_PREFIX
 from zbcompile.runtime.signals import deferred_signals
 
@@ -295,9 +294,9 @@ def _export(whole: _Traced, tensors: Sequence[Tensor]) -> ExportedProgram:
     failure is told.
     """
     detached = tuple(tensor.detach() for tensor in tensors)
-    patches = torch_patches.grouped_products_of_any_dtype(), strides_of_kernels(), torch_patches.quiet()
+    grouped, strides = torch_patches.grouped_products_of_any_dtype(), torch_patches.strides_of_kernels()
     modes = torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[])
-    with modes[0], modes[1], modes[2], patches[0], patches[1], patches[2]:
+    with modes[0], modes[1], modes[2], grouped, strides, torch_patches.quiet():
         try:
             return _export_once(whole, detached)
         except ZBCompileError:

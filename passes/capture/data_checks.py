@@ -274,7 +274,11 @@ def _node_at(code: CodeType, index: int) -> tuple[_Tree, ast.expr] | None:
 
 
 def _asking_node(frame: FrameType) -> tuple[_Tree, ast.expr] | None:
-    """Return the expression whose truth a frame is asking for."""
+    """Return the expression whose truth a frame is asking for; None for an instruction that is not known.
+
+    Python 3.13 asks for the truth of a comparison in the comparison itself, as it does of the elements of
+    lists: such a question is not known.
+    """
     code, index = frame.f_code, frame.f_lasti // 2
     names = _instructions(code)
     if names[index].startswith(_JUMPS):
@@ -290,10 +294,13 @@ def _asking_node(frame: FrameType) -> tuple[_Tree, ast.expr] | None:
 
 @functools.lru_cache(maxsize=256)
 def _instructions(code: CodeType) -> list[str]:
-    """Return the name of the instruction at every second byte, caches included."""
+    """Return the name of the instruction at every second byte; caches have none of their own."""
     import dis
 
-    return [i.opname for i in dis.get_instructions(code, show_caches=True)]
+    names = ["CACHE"] * (len(code.co_code) // 2)
+    for instruction in dis.get_instructions(code):
+        names[instruction.offset // 2] = instruction.opname
+    return names
 
 
 def _may_catch(frame: FrameType) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zbcompile
-from zbcompile.passes.kernel_strides import strides_of_kernels
+from zbcompile.passes.torch_patches import strides_of_kernels
 
 aten = torch.ops.aten
 IMAGES = [

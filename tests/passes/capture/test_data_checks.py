@@ -6,10 +6,12 @@ PYTEST_DONT_REWRITE: the assert statements of the models stand in their source a
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import random
 import types
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from tests.support.kinds_zoo import SIZE, Of
 from tests.support.pipeline_oracle import Batch, compiled, mean_square
 from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import CaptureError, DataError, PipelineError
+from zbcompile.passes.capture import data_checks
 from zbcompile.passes.capture.capture import capture
 from zbcompile.passes.capture.data_checks import is_check
 from zbcompile.passes.split.sequence import run_forward
@@ -133,6 +136,34 @@ def test_a_branch_that_only_raises_is_kept(check: Callable[..., Tensor]) -> None
     with pytest.raises(DataError, match=r" at test_data_checks.py:\d+"):
         run_forward(built.stages, state_of(model), [bad])
     run_forward(built.stages, state_of(model), [x])
+
+
+@pytest.mark.parametrize("names", ["unknown", "shifted"])
+@pytest.mark.parametrize("check", [raises_if, raises_else, asserts, between])
+def test_bytecode_that_is_not_known_is_refused(
+    check: Callable[..., Tensor], names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new interpreter may name its branches otherwise, or ask at another instruction than it jumps at."""
+    known = data_checks._instructions
+
+    def strange(code: CodeType) -> list[str]:
+        found = ["NEW_BRANCH" if name.startswith("POP_JUMP") else name for name in known(code)]
+        return found if names == "unknown" else [*known(code)[1:], "COMPARE_OP"]
+
+    monkeypatch.setattr(data_checks, "_instructions", strange)
+    with pytest.raises(
+        CaptureError, match=r"branch or loop depends on tensor data.* at .*test_data_checks.py"
+    ):
+        capture(Of(check), (torch.rand(6, SIZE),))
+
+
+def test_every_instruction_has_its_name_at_its_place() -> None:
+    code = raises_if.__code__
+    names = data_checks._instructions(code)
+    assert len(names) == len(code.co_code) // 2
+    assert {i.offset: i.opname for i in dis.get_instructions(code)} == {
+        2 * k: name for k, name in enumerate(names) if name != "CACHE"
+    }
 
 
 @pytest.mark.parametrize("check", [raises_if, checks_number])
