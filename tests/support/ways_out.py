@@ -464,6 +464,8 @@ def otherwise() -> dict[str, Any]:
         "whole": ("nothing",),
         "constant": (0,),
         "stall_limit": LIMIT_S + 1,
+        "free_model": True,
+        "gradient_dtype": torch.float32,
     }
 
 
