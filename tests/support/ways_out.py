@@ -482,6 +482,8 @@ def otherwise() -> dict[str, Any]:
         "result_dim": 0,
         "other_shapes": "refuse",
         "stall_limit": LIMIT_S + 1,
+        "free_model": True,
+        "gradient_dtype": torch.float32,
     }
 
 
