@@ -3,9 +3,9 @@
     python examples/huggingface.py [llama.safetensors]                              one process
     torchrun --nproc-per-node 4 examples/huggingface.py [llama.safetensors]         one process per rank
 
-The weights are random and the text is counted numbers, so nothing is downloaded; with your own, put
-`LlamaForCausalLM.from_pretrained(folder)` and a tokenizer in their place. The trained weights are written to the
-file that is named, for `safetensors.torch.load_model`. More: docs/huggingface.md.
+The weights are random and the text is counted numbers, so nothing is downloaded. With your own, put
+`LlamaForCausalLM.from_pretrained(folder)` and a tokenizer in their place. The trained weights are written to
+the file that is named, for `safetensors.torch.load_model`. More: docs/huggingface.md.
 """
 
 from __future__ import annotations

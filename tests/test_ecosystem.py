@@ -1,8 +1,9 @@
-"""The example and the pages for Hugging Face, Lightning and accelerate."""
+"""The Hugging Face example, the pages for other frameworks, and the table of what is tested."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from examples.huggingface import batches, build_model
 from tests.support.places import EXAMPLES, ROOT
 
+DOCS = ROOT / "docs"
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -85,3 +87,81 @@ def test_the_tied_table_alone_has_gradients_that_are_summed_in_another_order() -
             assert torch.allclose(found.grad, wanted.grad / 8, rtol=0, atol=1e-6)
         else:
             assert torch.equal(found.grad, wanted.grad / 8), name
+
+
+BEFORE = """
+import sys, torch, zbcompile
+from torch import nn
+from transformers import LlamaForCausalLM
+from examples.huggingface import batches, build_model
+folder = sys.argv[1]
+build_model().save_pretrained(folder)
+ids = next(batches())["input_ids"]
+labels = ids.clone()
+labels[0, 20:] = labels[3, 7:] = -100
+mask = (labels != -100).long()
+"""
+AFTER = """
+assert losses
+for saved, parameter in zip(trained.parameters(), model.parameters(), strict=True):
+    assert torch.equal(saved, parameter)
+found = [p.grad for p in model.parameters()]
+model.zero_grad()
+model(**batch).loss.backward()
+for grad, parameter in zip(found, model.parameters(), strict=True):  # sums of microbatches round otherwise
+    torch.testing.assert_close(grad, parameter.grad, rtol=0, atol=1e-6)
+"""
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.timeout(200)
+def test_the_hugging_face_page_runs(tmp_path: Path) -> None:
+    own = [text for text in blocks("huggingface.md") if "Trainer" not in text]
+    assert len(own) == 3
+    script = tmp_path / "page.py"
+    script.write_text(BEFORE + "\n".join(own) + AFTER)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "llama")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("page", "package", "count"),
+    [
+        ("huggingface.md", "transformers", 4),
+        ("lightning.md", "lightning", 2),
+        ("accelerate.md", "accelerate", 1),
+    ],
+)
+def test_pages_are_python_and_say_what_they_were_tried_with(page: str, package: str, count: int) -> None:
+    text = (DOCS / page).read_text()
+    assert re.search(rf"Tried with {package} \d+\.\d+[.\d]* on torch 2\.\d+", text)
+    for block in blocks(page):
+        compile(block, page, "exec")
+    assert len(blocks(page)) == count
+
+
+def test_every_test_that_the_table_of_practices_names_exists() -> None:
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", (DOCS / "training.md").read_text(), re.MULTILINE)
+    start = [row[0] for row in rows].index("practice") + 1
+    end = [row[1] for row in rows].index("what happens")
+    assert end - start > 30
+    for practice, *cells in rows[start:end]:
+        if set(practice) == {"-"}:
+            continue
+        for cell in cells:
+            named = re.fullmatch(r"`([\w/]+\.py)::(\w+)`", cell)
+            assert named or cell.startswith("none: "), (practice, cell)
+            if named:
+                file, test = named.groups()
+                assert f"def {test}(" in (ROOT / "tests" / file).read_text(), (practice, cell)
