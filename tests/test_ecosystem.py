@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import io
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from examples.huggingface import batches, build_model
-from tests.support.places import EXAMPLES, ROOT
+import zbcompile
+from examples.huggingface import batches, build_model, main
+from tests.support.clean_process import in_clean_process
+from tests.support.places import ROOT
+from zbcompile.runtime.launch import spawn
 
 DOCS = ROOT / "docs"
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -52,30 +54,34 @@ def plain_loop(table_by_stage: bool) -> tuple[dict[str, Tensor], list[str]]:
     return {name: p.detach() for name, p in model.named_parameters() if name != HEAD}, printed
 
 
+def printed_by_the_example(file: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        main(file)
+    return text.getvalue()
+
+
+def on_a_rank(rank: int, file: str) -> str:
+    return printed_by_the_example(file)
+
+
+def alone_and_on_four_ranks(folder: Path) -> tuple[str, list[str]]:
+    alone = printed_by_the_example(str(folder / "alone.safetensors"))
+    return alone, spawn(on_a_rank, 4, (str(folder / "ranks.safetensors"),), timeout_s=140, inherit=True)
+
+
 @pytest.mark.timeout(300)
-def test_the_hugging_face_example_trains_like_the_plain_loop_alone_and_under_torchrun(tmp_path: Path) -> None:
+def test_the_hugging_face_example_trains_like_the_plain_loop_alone_and_on_four_ranks(tmp_path: Path) -> None:
+    alone, there = in_clean_process(alone_and_on_four_ranks, tmp_path)
     trained, printed = plain_loop(table_by_stage=True)
-    for how in ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]):
-        file = tmp_path / f"{len(how)}.safetensors"
-        done = subprocess.run(
-            [sys.executable, *how, str(EXAMPLES / "huggingface.py"), str(file)],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            timeout=140,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert done.stdout.splitlines() == printed
-        found = load_file(file)
+    assert alone.splitlines() == printed
+    assert there == [alone, "", "", ""]
+    for name in ("alone", "ranks"):
+        found = load_file(tmp_path / f"{name}.safetensors")
         assert found.keys() == trained.keys()
-        assert all(torch.equal(value, trained[name]) for name, value in found.items())
+        assert all(torch.equal(value, trained[key]) for key, value in found.items())
 
 
 def test_the_tied_table_alone_has_gradients_that_are_summed_in_another_order() -> None:
-    import zbcompile
-
     model, reference, batch = build_model(), build_model(), next(batches())
     pipeline = zbcompile.compile(model, 4, example_kwargs=batch, num_microbatches=8, time_limit=0.3)
     pipeline.step(**batch)
@@ -90,11 +96,9 @@ def test_the_tied_table_alone_has_gradients_that_are_summed_in_another_order() -
 
 
 BEFORE = """
-import sys, torch, zbcompile
-from torch import nn
+import torch, zbcompile
 from transformers import LlamaForCausalLM
 from examples.huggingface import batches, build_model
-folder = sys.argv[1]
 build_model().save_pretrained(folder)
 ids = next(batches())["input_ids"]
 labels = ids.clone()
@@ -121,18 +125,8 @@ def blocks(page: str) -> list[str]:
 def test_the_hugging_face_page_runs(tmp_path: Path) -> None:
     own = [text for text in blocks("huggingface.md") if "Trainer" not in text]
     assert len(own) == 3
-    script = tmp_path / "page.py"
-    script.write_text(BEFORE + "\n".join(own) + AFTER)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "llama")],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    source = BEFORE + "\n".join(own) + AFTER
+    exec(compile(source, "huggingface.md", "exec"), {"folder": str(tmp_path / "llama")})  # noqa: S102
 
 
 @pytest.mark.parametrize(
