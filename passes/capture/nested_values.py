@@ -6,21 +6,28 @@ results: tuples, dicts, dataclasses, model outputs, objects.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MemberDescriptorType
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from zbcompile.errors import UsageError
+from zbcompile.passes.capture.plain_values import (
+    PLAIN,
+    attributes_of,
+    first_difference,
+    held_beside,
+    snapshot,
+    step_to,
+)
 
 __all__ = ["Microbatches", "NotCarried", "Spec", "flatten", "unflatten"]
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, slice)
 _Build = Callable[[tuple[object, ...], list[object]], object]
 
 
@@ -104,6 +111,8 @@ class Spec:
         The levels below.
     build
         Makes a container from the keys and the children's values.
+    seen
+        A constant as it was, or what an object held beside its children.
     """
 
     kind: Literal["tensor", "constant", "container", "object"]
@@ -111,6 +120,7 @@ class Spec:
     keys: tuple[object, ...] = ()
     children: tuple[Spec, ...] = ()
     build: _Build | None = None
+    seen: object = field(default=None, compare=False)
 
     @property
     def num_tensors(self) -> int:
@@ -122,7 +132,16 @@ class Spec:
         if self.kind == "tensor":
             yield prefix
         for key, child in zip(self.keys, self.children, strict=True):
-            yield from child.paths(f"{prefix}.{key}" if isinstance(key, str) else f"{prefix}[{key}]")
+            yield from child.paths(prefix + step_to(key))
+
+    def changes(self, prefix: str = "") -> Iterator[tuple[str, object, object]]:
+        """Yield where objects were changed in place since they were taken apart, with both values."""
+        if self.kind in ("constant", "object"):
+            now = snapshot(self.value) if self.kind == "constant" else held_beside(self.value, self.keys)
+            if found := first_difference(self.seen, now, prefix):
+                yield found
+        for key, child in zip(self.keys, self.children, strict=True):
+            yield from child.changes(prefix + step_to(key))
 
 
 def flatten(value: object, *, results: bool = False) -> tuple[list[Tensor], Spec]:
@@ -161,8 +180,8 @@ def _walk(value: object, tensors: list[Tensor], results: bool) -> Spec:
     if isinstance(value, Tensor | Microbatches):
         tensors.append(cast(Tensor, value))
         return Spec("tensor")
-    if isinstance(value, _PLAIN):
-        return Spec("constant", value)
+    if isinstance(value, PLAIN):
+        return Spec("constant", value, seen=value)
     if isinstance(value, Mapping):
         keys = tuple(value)
         children = tuple(_walk(value[key], tensors, results) for key in keys)
@@ -178,26 +197,17 @@ def _walk(value: object, tensors: list[Tensor], results: bool) -> Spec:
 def _walk_object(value: object, tensors: list[Tensor], results: bool) -> Spec:
     """Return the spec of a dataclass or simple object; its tensor-holding attributes are the children."""
     if isinstance(value, torch.nn.Module | type) or callable(value):
-        return Spec("constant", value)
+        return Spec("constant", value, seen=value)
     if isinstance(value, set | frozenset | deque) and not results and any(map(_holds_tensor, value)):
         raise UsageError(f"a {type(value).__name__} of tensors cannot be passed", fix="pass a list")
-    fields = _attributes(value)
+    fields = attributes_of(value)
     keys = tuple(key for key, item in fields.items() if _holds_tensor(item))
     if results and not dataclasses.is_dataclass(value):
         return Spec("constant", NotCarried(type(value).__name__))
+    if not keys:
+        return Spec("constant", value, seen=snapshot(value))
     children = tuple(_walk(fields[key], tensors, results) for key in keys)
-    return Spec("object", value, keys, children)
-
-
-def _attributes(value: object) -> dict[str, object]:
-    """Return the attributes of an instance, whether they sit in its ``__dict__`` or in slots."""
-    names = (
-        name
-        for kind in type(value).__mro__
-        for name, member in vars(kind).items()
-        if isinstance(member, MemberDescriptorType) and hasattr(value, name)
-    )
-    return {name: getattr(value, name) for name in names} | getattr(value, "__dict__", {})
+    return Spec("object", value, keys, children, seen=held_beside(value, keys))
 
 
 def _holds_tensor(value: object, depth: int = 4) -> bool:
@@ -209,8 +219,8 @@ def _holds_tensor(value: object, depth: int = 4) -> bool:
         return any(_holds_tensor(item, depth - 1) for item in value.values())
     if isinstance(value, tuple | list | set | frozenset | deque):
         return any(_holds_tensor(item, depth - 1) for item in value)
-    if not isinstance(value, type) and not callable(value) and not isinstance(value, _PLAIN):
-        return any(_holds_tensor(item, depth - 1) for item in _attributes(value).values())
+    if not isinstance(value, type) and not callable(value) and not isinstance(value, PLAIN):
+        return any(_holds_tensor(item, depth - 1) for item in attributes_of(value).values())
     return False
 
 
@@ -222,11 +232,21 @@ def _rebuild(spec: Spec, tensors: Iterator[object]) -> object:
     children = [_rebuild(child, tensors) for child in spec.children]
     if spec.build is not None:
         return spec.build(spec.keys, children)
-    copy = object.__new__(type(spec.value))
-    changed = dict(zip(cast("tuple[str, ...]", spec.keys), children, strict=True))
-    for name, item in (_attributes(spec.value) | changed).items():
-        object.__setattr__(copy, name, item)
-    return copy
+    other = _like(spec.value)
+    for name, item in zip(cast("tuple[str, ...]", spec.keys), children, strict=True):
+        object.__setattr__(other, name, item)
+    return other
+
+
+def _like(value: object) -> object:
+    """Return an object of the same type that has the same attributes."""
+    try:
+        other = object.__new__(type(value))
+    except TypeError:  # a type with a layout of its own, such as SimpleNamespace
+        return copy.copy(value)
+    for name, item in attributes_of(value).items():
+        object.__setattr__(other, name, item)
+    return other
 
 
 def _mapping_builder(kind: Callable[..., object]) -> _Build:

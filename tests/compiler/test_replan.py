@@ -82,7 +82,7 @@ def test_one_process_changes_its_order_between_two_steps_and_no_bit() -> None:
     plain = copy.deepcopy(model)
     reference = compiled(plain, 4)
     pipeline = compiled(model, 4, schedule=serial_order(4, 4))
-    with pytest.raises(UsageError, match="no step of the present order"):
+    with pytest.raises(UsageError, match="(?s)no step of the present order.*size and shape of the example"):
         pipeline.replan()
     for step in range(3):
         for each in (reference, pipeline):

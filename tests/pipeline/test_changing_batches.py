@@ -233,6 +233,9 @@ def test_the_batch_may_be_another_dimension(batch_dim: Any) -> None:
             p.grad.div_(len(pieces))
         same_state(model, reference)
         assert torch.equal(output, torch.cat(outputs, 1))
+    reference.eval()
+    found = pipeline.eval(x[:, :4], bias)  # without the target, whose dimension is named
+    assert torch.equal(found, torch.cat([reference(piece, bias) for piece in x[:, :4].split(1, 1)], 1))
 
 
 def test_a_batch_dimension_that_cannot_be_is_refused() -> None:

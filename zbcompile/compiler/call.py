@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from zbcompile.errors import UsageError
 from zbcompile.passes.capture.nested_values import Microbatches, Spec, flatten
 
-__all__ = ["Batch", "check_named", "constant_values", "name_of", "named", "pieces_of", "places_of"]
+__all__ = [
+    "Batch",
+    "check_named",
+    "constant_values",
+    "name_of",
+    "named",
+    "names_a_tensor",
+    "pieces_of",
+    "places_of",
+]
 
 
 @dataclass(frozen=True)
@@ -47,15 +56,21 @@ def check_named(option: str, keys: Sequence[str | int], model: nn.Module, batch:
     UsageError
         Says what could be named.
     """
-    names = [name_of(path) for path in batch.flat()[1].paths()]
-    for key, place in zip(keys, places_of(keys, model, batch), strict=True):
-        if not any(named(name, (place,)) for name in names):
+    for key in keys:
+        if not names_a_tensor(key, model, batch):
+            names = [name_of(path) for path in batch.flat()[1].paths()]
             raise UsageError(
                 f"{option}={key!r} names no tensor of the call",
                 needed=f"one of {', '.join(names)}",
                 given=repr(key),
                 fix="give positions of args and names of the forward's arguments",
             )
+
+
+def names_a_tensor(key: str | int, model: nn.Module, batch: Batch) -> bool:
+    """Return whether a position of args or a name of an argument stands for a tensor of a call."""
+    places = places_of((key,), model, batch)
+    return any(named(name_of(path), places) for path in batch.flat()[1].paths())
 
 
 def constant_values(constant: Sequence[str | int], model: nn.Module, batch: Batch) -> list[object]:

@@ -7,11 +7,9 @@ import reprlib
 import torch
 from torch import Tensor
 
-from zbcompile.compiler.call import Batch
 from zbcompile.compiler.runs import Run, Shapes
 from zbcompile.compiler.signature import Signature
 from zbcompile.errors import UsageError
-from zbcompile.passes.capture.nested_values import unflatten
 
 __all__ = ["CallForm"]
 
@@ -40,14 +38,14 @@ class CallForm:
     Raises
     ------
     UsageError
-        The microbatches differ in a constant.
+        The microbatches differ in a constant, or an object of the example was changed in place.
     """
 
     def __init__(self, signature: Signature, run: Run) -> None:
         self.signature, self.rows, self.shapes = signature, run.rows, run.shapes
         self.num_microbatches = len(run.pieces)
         self.flat_example = [_present(piece) for piece in run.pieces[0]]
-        self.example = Batch(*unflatten(signature.spec, self.flat_example))
+        self.example = signature.nested(self.flat_example)
         self._strides = [tensor.stride() for tensor in self.flat_example]
         self.constants = {k: self.flat_example[k].clone() for k in sorted(signature.constant)}
         self._check_constants(run, "of the first microbatch")

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zbcompile.compiler.call import Batch
+from zbcompile.compiler.call import Batch, names_a_tensor
 from zbcompile.compiler.call_form import CallForm
 from zbcompile.compiler.load import make_reader, make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan, codegen, lower_order
@@ -86,7 +86,7 @@ class Evaluation:
         trained_stages: Sequence[StageGraphs],
         batch: Batch,
     ) -> None:
-        signature = Signature(batch, options)
+        signature = Signature(batch, _named_in(batch, options))
         values = signature.values(batch)
         if signature.size == 0:
             raise UsageError("the batch is empty", where=signature.names[0], fix="leave the call out")
@@ -124,6 +124,21 @@ class Evaluation:
                 fix="call eval() for each shape",
             )
         return runs[0]
+
+
+def _named_in(batch: Batch, options: CompileOptions) -> CompileOptions:
+    """Return options without names of arguments, or of the target, that an evaluation was not given."""
+
+    def given(key: str | int) -> bool:
+        return not isinstance(key, str) or names_a_tensor(key, options.model, batch)
+
+    dims = options.batch_dim
+    return replace(
+        options,
+        whole=tuple(filter(given, options.whole)),
+        constant=tuple(filter(given, options.constant)),
+        batch_dim=dims if isinstance(dims, int) else tuple(pair for pair in dims if given(pair[0])),
+    )
 
 
 def build_forward(

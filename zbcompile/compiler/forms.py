@@ -175,7 +175,8 @@ def further_form(
     if same is not None:
         staged, profile = same.staged, same.plan.problem.profile
     else:
-        staged = _stages_of_shape(options, first, call)
+        # Tensors of other ranks' stages are not trained here, or freed: no rank compares or uses them.
+        staged = without_tensors(_stages_of_shape(options, first, call))
         profile = rescaled_profile(first.plan.problem.profile, first.staged.stages, staged.stages)
     given = options.schedule
     fits = given is not None and given.num_microbatches == call.num_microbatches

@@ -50,10 +50,11 @@ def require_group(group: PipelineGroup | None) -> None:
 
 def without_tensors(staged: StagedModel) -> StagedModel:
     """Return what is the same but holds shapes and dtypes of the model's tensors only."""
-    state = {
-        name: torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
-        for name, tensor in staged.captured.state.items()
-    }
+    with torch_private.as_plain_tensors():  # a later form is captured when others are freed already
+        state = {
+            name: torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+            for name, tensor in staged.captured.state.items()
+        }
     return replace(staged, captured=replace(staged.captured, state=state))
 
 

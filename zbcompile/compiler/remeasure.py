@@ -105,7 +105,7 @@ def _check_whole(measured: Measured, schedule: Schedule) -> None:
                 "no step of the present order has been measured",
                 where=f"rank {rank}",
                 needed=str(missing),
-                fix="call it after a step",
+                fix="call it after a step whose whole batch has the size and shape of the example",
             )
 
 

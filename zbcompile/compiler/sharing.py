@@ -157,7 +157,12 @@ def whole_shapes(
                 into[k] = into[k] or shape
     for part in spread:
         if [rows for rows, _ in part] != [rows for rows, _ in merged]:
-            raise UsageError("the ranks cut the batch into different microbatches", fix="cut it alike on all")
+            raise UsageError(
+                "the ranks cut the batch into different microbatches",
+                needed=f"microbatches of {[rows for rows, _ in merged]} rows, as on the ranks before",
+                given=[rows for rows, _ in part],
+                fix="cut it alike on all ranks",
+            )
         for (_, into), (_, shapes) in zip(merged, part, strict=True):
             for k, shape in enumerate(shapes):
                 if into[k] is not None and shape is not None and into[k] != shape:

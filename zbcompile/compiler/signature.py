@@ -19,6 +19,7 @@ from zbcompile.compiler.runs import Run, shapes_of
 from zbcompile.errors import ShapeError, UsageError
 from zbcompile.options import BatchDim, CompileOptions
 from zbcompile.passes.capture.nested_values import Microbatches, Spec, unflatten
+from zbcompile.passes.capture.plain_values import first_difference, step_to
 
 __all__ = ["Signature", "Value", "described", "largest_divisor"]
 
@@ -155,6 +156,18 @@ class Signature:
             positional = tuple(None if a.num_tensors else unflatten(a, []) for a in args.children)
         return Batch(positional, kwargs, batch.target)
 
+    def nested(self, tensors: Sequence[Tensor]) -> Batch:
+        """Return a call with these tensors, and everything else as in the example.
+
+        Raises
+        ------
+        UsageError
+            An object of the example was changed in place since.
+        """
+        for found in self.spec.changes():
+            raise _other_value(*found)
+        return Batch(*unflatten(self.spec, tensors))
+
     def differs(self, k: int, value: Value) -> ShapeError:
         """Return the refusal of a tensor that differs from the one that was compiled for."""
         return ShapeError(
@@ -290,6 +303,16 @@ def described(value: Value) -> str:
     return "nothing" if value is None else f"{list(value.shape)} {value.dtype}"
 
 
+def _other_value(path: str, needed: object, given: object) -> UsageError:
+    return UsageError(
+        "an argument that is no tensor has another value than the one that was compiled",
+        where=name_of(path) or "the arguments",
+        needed=f"{reprlib.repr(needed)}, as compiled",
+        given=reprlib.repr(given),
+        fix="pass a tensor if its value changes from call to call, or compile another pipeline",
+    )
+
+
 def _matched(old: Spec, new: Spec, leaves: Iterator[Tensor], path: str, partial: bool) -> Iterator[Value]:
     """Yield the values of a call in the order of the example's tensors.
 
@@ -310,14 +333,7 @@ def _matched(old: Spec, new: Spec, leaves: Iterator[Tensor], path: str, partial:
             where=name_of(path) or "the arguments",
             fix="pass the same arguments, or compile another pipeline for this form",
         )
-    if old.kind == "constant" and old.value is not new.value and not bool(old.value == new.value):
-        raise UsageError(
-            "an argument that is no tensor has another value than the one that was compiled",
-            where=name_of(path) or "the arguments",
-            needed=f"{reprlib.repr(old.value)}, as compiled",
-            given=reprlib.repr(new.value),
-            fix="pass a tensor if its value changes from call to call, or compile another pipeline",
-        )
+    if found := first_difference(old.seen, new.seen, path):
+        raise _other_value(*found)
     for key, left, right in zip(old.keys, old.children, new.children, strict=True):
-        step = f".{key}" if isinstance(key, str) else f"[{key}]"
-        yield from _matched(left, right, leaves, path + step, partial)
+        yield from _matched(left, right, leaves, path + step_to(key), partial)
