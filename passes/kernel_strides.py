@@ -33,16 +33,16 @@ _Rule = Callable[[Sequence[Tensor], Tensor], "_Strides | None"]
 
 
 def strides_of(
-    func: _Function, operands: int, tensors: Sequence[Tensor], made: Tensor
+    func: _Function, operands: int | None, tensors: Sequence[Tensor], made: Tensor
 ) -> tuple[int, ...] | None:
     """Return the strides that the CPU's kernel gives the first result of a call.
 
     Parameters
     ----------
     func
-        An overload of ``torch.ops.aten`` that changes no argument.
+        An overload of ``torch.ops.aten``.
     operands
-        How many tensors it must be given.
+        How many tensors it must be given; None: it changes one of them, and only a rule of its own holds.
     tensors, made
         Tensors among the positional arguments, and the result, as torch foretells it.
 
@@ -51,10 +51,10 @@ def strides_of(
     tuple of int or None
         None where they are those of ``made``, or where nothing is known.
     """
-    rule = _rule(func)
+    rule = _RULES.get(func) if operands is None else _rule(func)
     if rule is None or made.dim() < 2 or not all(map(_is_plain, (made, *tensors))):
         return None
-    found = rule(tensors, made) if len(tensors) >= operands else None
+    found = rule(tensors, made) if len(tensors) >= (operands or 1) else None
     return None if found == made.stride() else found
 
 

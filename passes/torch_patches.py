@@ -286,10 +286,9 @@ def strides_of_kernels() -> Iterator[None]:
     ) -> object:
         made = given(mode, func, types, args, kwargs or {})
         first = made[0] if isinstance(made, tuple | list) and made else made
-        operands = _operands(func)
-        if operands is None or not isinstance(first, Tensor):
+        if not isinstance(first, Tensor):
             return made
-        strides = strides_of(func, operands, [a for a in args if isinstance(a, Tensor)], first)
+        strides = strides_of(func, _operands(func), [a for a in args if isinstance(a, Tensor)], first)
         if strides is None:
             return made
         form = {"dtype": first.dtype, "device": first.device}

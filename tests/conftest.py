@@ -18,6 +18,7 @@ WAITING = (
     "tests/pipeline/test_failures_processes.py",
     "tests/pipeline/test_checkpoints.py",
     "tests/examples/",
+    "tests/test_ecosystem.py",
     "tests/cli/test_demo.py",
 )
 settings.register_profile("zbcompile", deadline=None, max_examples=60, derandomize=True)
