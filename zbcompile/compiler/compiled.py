@@ -149,7 +149,8 @@ class CompiledPipeline:
                     "step_number": self.step_number,
                 }
                 parts = self._forms.parts(batch, agreed)
-                steps = self._steps(parts, loss_scale, keep_results)
+                weights = self._weights([run for _, run in parts])
+                steps = self._steps(parts, weights, loss_scale, keep_results)
                 self._kept.watch(b for form, _ in parts for b in form.changed_buffers(self.runner.rank))
                 state = self.follow_model()
                 self.reader.check(state)
@@ -162,7 +163,7 @@ class CompiledPipeline:
                         sums = form.runner.run(step, state)
                 divisor = sum(len(step.batch) for step in steps) if self.options.scale_grads else None
                 gradients = divided(sums, parameters_of(state), divisor)
-                result = self._result(parts, steps, keep_results, share_losses)
+                result = self._result(steps, weights, keep_results, share_losses)
                 call.finish(lambda: self._take_effect(gradients))
         return result
 
@@ -173,13 +174,17 @@ class CompiledPipeline:
         run_hooks(parameter for parameter, _ in gradients)
 
     def _steps(
-        self, parts: Sequence[tuple[TrainingForm, Run]], loss_scale: float, keep_results: bool
+        self,
+        parts: Sequence[tuple[TrainingForm, Run]],
+        weights: Sequence[float],
+        loss_scale: float,
+        keep_results: bool,
     ) -> list[Step]:
-        """Return what every part of a step runs with: microbatches count by their rows."""
+        """Return what every part of a step runs with: microbatches count by their weights."""
         steps: list[Step] = []
         sums: dict[int, GradientSums] = {}
         first = 0
-        for (form, run), weight in zip(parts, self._weights([run for _, run in parts]), strict=True):
+        for (form, run), weight in zip(parts, weights, strict=True):
             metrics = frozenset(form.staged.result_ports[k] for k in form.staged.metrics)
             microbatches = form.call.microbatches(run)
             steps.append(
@@ -206,13 +211,13 @@ class CompiledPipeline:
 
     def _result(
         self,
-        parts: Sequence[tuple[TrainingForm, Run]],
         steps: Sequence[Step],
+        weights: Sequence[float],
         keep_results: bool,
         share_losses: bool,
     ) -> StepResult:
+        """Return the losses, metrics and results of a step's runs, joined."""
         staged = self.staged
-        weights = self._weights([run for _, run in parts])
         losses = tuple(loss for step in steps for loss in losses_of(step))
         metrics = join_metrics(steps, staged, self.options.joined_dim)
         if share_losses and self.group is not None:
