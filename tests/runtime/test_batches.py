@@ -23,6 +23,8 @@ def test_ranks_run_batches_that_change_with_what_their_stages_take_and_refuse_th
         for name, grad in record["grads"].items():
             assert torch.equal(grad, here["grads"][name]), name
         assert len(record["after"]) == 4
+        words = "the ranks are in different meetings: rank 0 in the step; rank 3 in the evaluation"
+        assert words in record["apart"]
         for text in record["evaluated"]:
             assert "the batch differs from that of rank 0 (args[0])" in text, text
     assert {name for record in there for name in record["grads"]} == set(here["grads"])

@@ -89,6 +89,7 @@ def run(rank: int) -> dict[str, Any]:
     pipeline = compiled()
     with pipeline:
         found = trained(pipeline, rank)
+        found["apart"] = _apart(pipeline, rank)
         found["evaluated"] = [_evaluated(pipeline, rank, rows) for rows in (8, 6)]
         found["refused"] = [_refused(pipeline, case, rank) for case in range(len(CASES))]
         good = batch(8, 5, 0)
@@ -123,6 +124,20 @@ def _cut_otherwise(given: dict[str, Any], rank: int) -> None:
         given.update(mask=None, y=None)
     else:
         given.update(x=None, mask=Microbatches(given["mask"].split(4)), y=Microbatches(given["y"].split(4)))
+
+
+def _apart(pipeline: zbcompile.Pipeline, rank: int) -> str:
+    """Step on all ranks but the last one, which evaluates."""
+    given = batch(8, 5, 0)
+    try:
+        if rank == 3:
+            pipeline.eval(given["x"], given["mask"])
+        else:
+            step(pipeline, dict(given))
+        pipeline.synchronize()
+    except ZBCompileError as error:
+        return str(error)
+    return "ran"
 
 
 def _evaluated(pipeline: zbcompile.Pipeline, rank: int, odd: int) -> str:

@@ -12,7 +12,7 @@ import contextlib
 import json
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -88,7 +88,7 @@ class Meetings:
         everyone = (f"{key}/all", 0)
         if self._rank == 0:
             rows = [json.loads(row) for row in (mine, *self._fetch(theirs, what, 0.0))]
-            apart = _apart([str(row[0]) for row in rows])
+            apart = _apart({rank: str(row[0]) for rank, row in enumerate(rows)})
             told = json.dumps([apart, "" if apart else answer([str(row[1]) for row in rows])])
             self._ask(lambda store: _put(store, everyone[0], told))
             self._forget([name for name, _ in theirs] + [everyone[0]])
@@ -114,12 +114,20 @@ class Meetings:
         ------
         Ended
             The call has been ended, here or by another rank.
+        PipelineError
+            Rank ``source`` says something else here.
         """
         key = self._next_key()
         if self._rank != source:
-            return self._fetch([(key, source)], what, 0.0)[0]
+            theirs, said = json.loads(self._fetch([(key, source)], what, 0.0)[0])
+            if theirs != what:
+                raise PipelineError(
+                    _apart({source: str(theirs), self._rank: what}),
+                    fix="make the same calls in the same order on every rank",
+                )
+            return str(said)
         said = text or ""
-        self._ask(lambda store: _put(store, key, said))
+        self._ask(lambda store: _put(store, key, json.dumps([what, said])))
         self._said.append((self._call, key))
         # A rank is behind by no more calls than there are ranks: their messages hold the others back.
         old = [k for call, k in self._said if call < self._call - 2 * self._size]
@@ -206,11 +214,11 @@ class Meetings:
         self._store.submit(question)
 
 
-def _apart(whats: Sequence[str]) -> str:
-    """Return which ranks meet for what, or nothing where all meet for the same."""
-    if len(set(whats)) == 1:
+def _apart(whats: Mapping[int, str]) -> str:
+    """Return which ranks meet for what, or nothing where all meet for the same; ``whats`` is by rank."""
+    if len(set(whats.values())) == 1:
         return ""
-    ranks = {what: [str(r) for r, other in enumerate(whats) if other == what] for what in whats}
+    ranks = {what: [str(r) for r, other in whats.items() if other == what] for what in whats.values()}
     words = (f"rank{'s' * (len(r) > 1)} {', '.join(r)} in {what}" for what, r in ranks.items())
     return f"the ranks are in different meetings: {'; '.join(words)}"
 
