@@ -11,9 +11,10 @@ from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.incumbent import Incumbent
 from zbcompile.planner.starts import classic
 from zbcompile.planner.starts.list_schedule import Recipe, list_schedule, mixed_limits, standard_limits
+from zbcompile.planner.starts.rounds import rounds_orders
 from zbcompile.schedule.one_microbatch import OneMicrobatch
 
-__all__ = ["one_at_a_time", "try_classic", "try_list_schedules"]
+__all__ = ["one_at_a_time", "try_classic", "try_list_schedules", "try_rounds"]
 
 _LONG = 30_000
 _THETAS = (100, 75, 50, 125, 25, 150, 0, 200)
@@ -59,6 +60,12 @@ def try_classic(incumbent: Incumbent) -> None:
     if incumbent.codes is None:
         fusing = incumbent.fusing is not Fusing.NEVER
         incumbent.offer(one_at_a_time(instance, fusing=fusing), "one microbatch at a time")
+
+
+def try_rounds(incumbent: Incumbent) -> None:
+    """Offer rounds, on looped placements."""
+    for codes in rounds_orders(incumbent.instance, lambda: incumbent.done):
+        incumbent.offer(codes, "rounds")
 
 
 def try_list_schedules(incumbent: Incumbent, tries: int, seed: int) -> None:
