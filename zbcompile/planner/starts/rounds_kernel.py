@@ -36,14 +36,13 @@ def _arrival(t: Tables, code: int, i: int, ends: Vector) -> int:
 
 
 @jit
-def _next_forward(t: Tables, r: int, k: int, group: int) -> int:
+def _next_forward(t: Tables, r: int, k: int, first: Vector, size: Vector) -> int:
     """Return the rank's k-th F as stage * m + microbatch: group by group, and in a group stage by stage."""
     m = t.num_microbatches
     begin, own = t.own_at[r], t.own_at[r + 1] - t.own_at[r]
-    first = k // (group * own) * group
-    size = min(group, m - first)
-    place = k - first * own
-    return t.own[begin + place // size] * m + first + place % size
+    i = first[k // own]
+    place = k - i * own
+    return t.own[begin + place // size[i]] * m + i + place % size[i]
 
 
 @jit
@@ -51,7 +50,8 @@ def _choose(
     t: Tables,
     r: int,
     now: int,
-    group: int,
+    first: Vector,
+    size: Vector,
     most: Vector,
     rule: int,
     fill: int,
@@ -69,7 +69,7 @@ def _choose(
     coming, starved = _FAR, False
     forward = -1
     if forwards < own * m:
-        pair = _next_forward(t, r, forwards, group)
+        pair = _next_forward(t, r, forwards, first, size)
         s = pair // m
         arrival = _arrival(t, s, pair - s * m, ends)
         if arrival >= 0 and forwards - backwards < most[r]:
@@ -93,8 +93,7 @@ def _choose(
         elif held + t.memory[S + s] > t.headroom[r]:
             starved = True
         else:
-            first = i // group * group
-            key = first * own + (own - 1 - e) * min(group, m - first) + i - first
+            key = first[i] * (own - 1) + (own - 1 - e) * size[i] + i
             if key < least:
                 least = key
                 backward = S + s
@@ -117,7 +116,8 @@ def _choose(
 @jit
 def place_rounds(
     t: Tables,
-    group: int,
+    first: Vector,
+    size: Vector,
     most: Vector,
     rule: int,
     fill: int,
@@ -136,8 +136,8 @@ def place_rounds(
     ----------
     t
         The problem.
-    group
-        Microbatches of a round.
+    first, size
+        Per microbatch the first of its group, and how many the group has.
     most
         Most F's in flight per rank.
     rule
@@ -177,7 +177,7 @@ def place_rounds(
         if now == _FAR:
             return placed
         code = _choose(
-            t, r, now, group, most, rule, fill, most_pending, reserve, state, done, ends, waiting
+            t, r, now, first, size, most, rule, fill, most_pending, reserve, state, done, ends, waiting
         )
         if code < 0:
             continue
