@@ -89,7 +89,7 @@ class CompileOptions:
     memory_limit: MemoryLimit = None
     placement: PlacementName | Placement = "auto"
     objective: str = "span"
-    transport: str = "async"
+    transport: str = TRANSPORTS[0]
     profile: Profile | Device | None = None
     schedule: Schedule | None = None
     solution: Solution | None = None

@@ -44,6 +44,7 @@ from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
 from zbcompile.schedule.held_gradients import held_bytes
 from zbcompile.schedule.ir import Placement, Schedule
+from zbcompile.schedule.problem import TRANSPORTS
 from zbcompile.schedule.solution import Certificate, Solution
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def compile(
     memory_limit: int | Sequence[int | None] | None = None,
     placement: str | Placement | Sequence[int] = "auto",
     objective: str = "span",
-    transport: str = "async",
+    transport: str = TRANSPORTS[0],
     profile: Profile | Device | str | os.PathLike[str] | None = None,
     schedule: Schedule | Solution | str | os.PathLike[str] | None = None,
     num_ranks: int | None = None,

@@ -75,12 +75,12 @@ def check_plannable(problem: Problem, where: str = "") -> None:
             given=stages,
             fix="join neighbouring stages",
         )
-    free = problem.transport == "async"
-    cells = MOST_CELLS if free else MOST_BLOCKING_CELLS
+    holding = problem.sends.holds_rank
+    cells = MOST_BLOCKING_CELLS if holding else MOST_CELLS
     if stages * count > cells:
         raise UsageError(
             "too many stages times microbatches to plan for"
-            + ("" if free else f" under {problem.transport}"),
+            + (f" under {problem.transport}" if holding else ""),
             where=where,
             needed=f"at most {cells}",
             given=f"{stages} x {count} = {stages * count}",

@@ -109,21 +109,17 @@ class SendMode:
         ------
         tuple of int and list of int
             The position of the action before which the rank waits, and those of the sends and receives that
-            must have arrived; the length of the row for what is open at its end.
+            must have arrived; the length of the row for what is due at its end.
         """
         open_posts: list[int] = []
-        awaited, waits_before = self.awaited, self.waits_before
         for position, action in enumerate(row):
-            kind = action.kind
-            if open_posts and kind in waits_before:
-                count = self.due(kind, len(open_posts))
-                if count:
-                    yield position, open_posts[:count]
-                    del open_posts[:count]
-            if kind in awaited:
+            if open_posts and (count := self.due(action.kind, len(open_posts))):
+                yield position, open_posts[:count]
+                del open_posts[:count]
+            if action.kind in self.awaited:
                 open_posts.append(position)
-        if open_posts:
-            yield len(row), open_posts
+        if len(open_posts) > self.under_way:
+            yield len(row), open_posts[: len(open_posts) - self.under_way]
 
 
 ASYNC = SendMode("async", "never holds up its rank")
