@@ -120,10 +120,10 @@ class Incumbent:
         return self.deadline - time.monotonic()
 
     def measure(self, codes: Codes) -> int | None:
-        """Return the value of an order in ns under the problem's transport, or ``None`` on deadlock."""
-        if self.problem.transport == "async":
-            return value_of(self.instance, codes)
-        return self.clock.value(codes)
+        """Return the value of an order in ns under the problem's send mode, or ``None`` on deadlock."""
+        if self.problem.sends.holds_rank:
+            return self.clock.value(codes)
+        return value_of(self.instance, codes)
 
     def offer(self, codes: Codes | None, origin: str) -> bool:
         """Take an order if it fits and is shorter than the best.

@@ -36,6 +36,9 @@ __all__ = ["Progress", "plan"]
 _LONG = 2500
 """Actions beyond which several stages per rank are planned short first."""
 
+_HOLDING_TRIES = 12
+"""List schedules tried where sends hold their rank: each is timed by the slower clock of all send modes."""
+
 _BLOCKS = 12
 """The microbatches to repeat are a multiple of this, so that blocks of 1, 2, 3, 4, 6 and 12 will do."""
 
@@ -137,17 +140,18 @@ def _find(incumbent: Incumbent, seed: int, time_limit_s: float) -> None:
     level = max(1, round(time_limit_s / 10))
     try_classic(incumbent)
     try_rounds(incumbent, tries=rounds_tries(actions) * level, seed=seed)
-    tries = max(60, min(300, 150_000 // actions)) if problem.transport == "async" else 12
+    holding = problem.sends.holds_rank
+    tries = _HOLDING_TRIES if holding else max(60, min(300, 150_000 // actions))
     try_list_schedules(incumbent, tries=tries, seed=seed)
     try_coarse(incumbent, tries=tries // 2, seed=seed)
-    try_orders_of_async(incumbent, seed)
+    try_orders_of_other_mode(incumbent, seed)
     if auto:
-        share = 0.3 if problem.transport == "async" else 0.9
+        share = 0.9 if holding else 0.3  # under sends that hold their rank, no other search follows
         improve_fusing(incumbent, tries=fusing_tries(actions) * level, seed=seed, share=share)
     if actions <= EXACT_ACTIONS // 2 and not crossing_applies(incumbent):
         prove_exact(incumbent, seed, time_limit_s / 4)
     search(incumbent, seed, time_limit_s)
-    if auto and problem.transport == "async":
+    if auto and not holding:
         tries = fusing_tries(actions) * level // 3
         improve_fusing(incumbent, tries=tries, seed=seed, share=0.3, whole=False)
     prove_exact(incumbent, seed, time_limit_s)
@@ -167,19 +171,16 @@ def try_coarse(incumbent: Incumbent, tries: int, seed: int) -> None:
         incumbent.offer(taken_apart(codes, incumbent.problem), origin)
 
 
-def try_orders_of_async(incumbent: Incumbent, seed: int) -> None:
-    """Under ``rendezvous`` with several stages per rank, offer what is planned for ``async``.
-
-    Under ``batched`` such orders deadlock or are longer than what the same time finds otherwise.
-    """
-    problem = incumbent.problem
-    if incumbent.done or problem.transport != "rendezvous" or problem.num_stages == problem.num_ranks:
+def try_orders_of_other_mode(incumbent: Incumbent, seed: int) -> None:
+    """Where ranks have several stages, offer what is planned for the mode that `SendMode.starts_as` names."""
+    problem, other = incumbent.problem, incumbent.problem.sends.starts_as
+    if incumbent.done or other is None or problem.num_stages == problem.num_ranks:
         return
-    problem, seconds = problem.with_(transport="async"), incumbent.seconds_left / 2
+    problem, seconds = problem.with_(transport=other.name), incumbent.seconds_left / 2
     inner = Incumbent(problem, best_bound(problem), time_limit_s=seconds, fusing=incumbent.fusing)
     _find(inner, seed, seconds)
     for _, codes in inner.pool:
-        origin = f"as if async, {inner.origin}" if codes is inner.codes else "as if async"
+        origin = f"as if {other.name}, {inner.origin}" if codes is inner.codes else f"as if {other.name}"
         incumbent.offer(codes, origin)
 
 
@@ -203,7 +204,7 @@ def search(incumbent: Incumbent, seed: int, time_limit_s: float) -> None:
     Long problems with several stages per rank are planned short first.
     """
     instance = incumbent.instance
-    if incumbent.done or incumbent.problem.transport != "async":
+    if incumbent.done or incumbent.problem.sends.holds_rank:
         return
     actions = 3 * instance.num_stages * instance.num_microbatches
     level = max(1, round(time_limit_s / 10))

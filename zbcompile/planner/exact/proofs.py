@@ -70,7 +70,7 @@ def prove_exact(incumbent: Incumbent, seed: int, time_limit_s: float) -> None:
     actions = 3 * instance.num_stages * instance.num_microbatches
     if incumbent.done or actions > EXACT_ACTIONS:
         return
-    exact = split_is_exact(instance) and incumbent.problem.transport == "async"
+    exact = split_is_exact(instance) and not incumbent.problem.sends.holds_rank
     hint = incumbent.codes
     if hint is not None and any(kind == BW for row in hint for kind, _ in row):
         hint = None
@@ -100,7 +100,7 @@ def below_applies(incumbent: Incumbent) -> bool:
     """
     instance = incumbent.instance
     return (
-        incumbent.problem.transport == "async"
+        not incumbent.problem.sends.holds_rank
         and instance.num_stages > instance.num_ranks
         and 2 * instance.num_microbatches <= 3 * instance.num_ranks
         and 3 * instance.num_stages * instance.num_microbatches <= BELOW_ACTIONS
@@ -143,7 +143,7 @@ def crossing_applies(incumbent: Incumbent) -> bool:
     """
     instance = incumbent.instance
     return (
-        incumbent.problem.transport == "async"
+        not incumbent.problem.sends.holds_rank
         and is_chain(instance)
         and instance.num_microbatches <= CROSSING_MICROBATCHES
         and instance.num_ranks * instance.num_microbatches**2 // 2 <= CROSSING_PLACES
