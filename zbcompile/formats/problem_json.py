@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from zbcompile.errors import FormatError, UsageError
 from zbcompile.formats.fields import guarded
@@ -22,12 +22,16 @@ from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS
 __all__ = [
     "CAPS",
     "COUNT",
+    "EDGE",
+    "LINK",
     "MAX_STAGES",
     "OBJECTIVE",
     "PLACEMENT",
     "PROFILE",
     "RANK",
+    "STAGE",
     "TRANSPORT",
+    "VARIANT",
     "PlacementOrName",
     "check_amount",
     "named_placement",
@@ -43,24 +47,17 @@ COUNT = Whole(1, MAX_COUNT)
 """Microbatches of a step."""
 
 
-class _Run(NamedTuple):
-    """Equal stages in a row."""
-
-    repeat: int
-    stage: StageCost
-
-
-def _runs(stages: tuple[StageCost, ...]) -> Iterator[_Run]:
-    """Yield a profile's stages as a file states them: equal neighbours once."""
+def _runs(stages: tuple[StageCost, ...]) -> Iterator[tuple[int, StageCost]]:
+    """Yield a profile's stages as a file states them: equal neighbours once, with their number."""
     for stage, equal in groupby(stages):
-        yield _Run(len(list(equal)), stage)
+        yield len(list(equal)), stage
 
 
-def _stages(runs: tuple[_Run, ...]) -> tuple[StageCost, ...]:
-    total = sum(run.repeat for run in runs)
+def _stages(runs: tuple[tuple[int, StageCost], ...]) -> tuple[StageCost, ...]:
+    total = sum(repeat for repeat, _ in runs)
     if total > MAX_STAGES:
         raise FormatError("too many stages", needed=f"at most {MAX_STAGES}", given=total)
-    return tuple(run.stage for run in runs for _ in range(run.repeat))
+    return tuple(stage for repeat, stage in runs for _ in range(repeat))
 
 
 def _chain(values: Mapping[str, Any]) -> tuple[Edge, ...]:
@@ -87,16 +84,14 @@ _WAY = (
     Field("saved_for_weight_bytes", AMOUNT, "held from the end of B until W ends"),
     Field("static_bytes", AMOUNT, "parameters, gradients, optimizer state; counted in the cap", default=0),
 )
-_VARIANT = Record(
-    StageCost, _WAY, "another way to run the stage, for instance with recompute", name="variant"
-)
-_STAGE = Record(
+VARIANT = Record(StageCost, _WAY, "another way to run the stage, for instance with recompute", name="variant")
+STAGE = Record(
     StageCost,
     (
         *_WAY,
         Field(
             "variants",
-            ListOf(_VARIANT, most=_MAX_VARIANTS),
+            ListOf(VARIANT, most=_MAX_VARIANTS),
             "choices for the planner when memory binds",
             default=(),
             null=True,
@@ -105,15 +100,16 @@ _STAGE = Record(
     ),
 )
 _RUN = Record(
-    _Run,
+    lambda repeat, stage: (repeat, stage),
     (
         Field("repeat", Whole(1, MAX_STAGES), "this many equal stages in a row", default=1, brief=True),
-        Part("stage", _STAGE),
+        Part("stage", STAGE),
     ),
     "what one microbatch costs on one stage",
     name="stage",
+    parts=lambda run: {"repeat": run[0], "stage": run[1]},
 )
-_EDGE = Record(
+EDGE = Record(
     Edge,
     (
         Field("source", RANK),
@@ -125,7 +121,7 @@ _EDGE = Record(
     "a flow of tensors from a stage to a later one",
     name="edge",
 )
-_LINK = Record(
+LINK = Record(
     Link,
     (
         Field("latency_ns", AMOUNT, "time that every message takes", default=0),
@@ -136,7 +132,7 @@ _LINK = Record(
 )
 _RANK_LINK = Record(
     lambda source_rank, target_rank, link: ((source_rank, target_rank), link),
-    (Field("source_rank", RANK), Field("target_rank", RANK), Part("link", _LINK)),
+    (Field("source_rank", RANK), Field("target_rank", RANK), Part("link", LINK)),
     "the link of one directed pair of ranks",
     name="rank_link",
     parts=lambda entry: {"source_rank": entry[0][0], "target_rank": entry[0][1], "link": entry[1]},
@@ -148,7 +144,7 @@ PROFILE = Record(
         Field("stages", ListOf(_RUN, MAX_STAGES, least=1, build=_stages, take=_runs)),
         Field(
             "edges",
-            ListOf(_EDGE, _MAX_LINKS),
+            ListOf(EDGE, _MAX_LINKS),
             "left out: each stage feeds the next, with messages of size 0",
             default=_chain,
             null=True,
@@ -156,7 +152,7 @@ PROFILE = Record(
         ),
         Field(
             "link",
-            _LINK,
+            LINK,
             "between any two different ranks that `links` does not name",
             default=Link(),
             null=True,

@@ -24,7 +24,7 @@ T = TypeVar("T")
 _NEEDED = object()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Field:
     """A field of a record.
 
@@ -96,7 +96,7 @@ class Field:
         return {self.name: {**about, **shape}}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Part:
     """The fields of a record that stand among those of another one.
 
@@ -123,7 +123,7 @@ class Part:
         return self.record.properties(definitions)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Record(Shape[T]):
     """An object with these fields and no others.
 
@@ -216,7 +216,7 @@ class Record(Shape[T]):
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Document(Generic[T]):
     """A file format: a record with the name and version of the format before its fields.
 

@@ -36,7 +36,7 @@ from zbcompile.schedule.ir import MAX_COUNT, Action, Kind, Placement, Schedule
 from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS, Problem
 from zbcompile.schedule.solution import Certificate, Solution
 
-__all__ = ["ACTION", "FILE", "ScheduleFile", "action_to", "check_size", "dumps", "loads"]
+__all__ = ["ACTION", "CERTIFICATE", "FILE", "ScheduleFile", "action_to", "check_size", "dumps", "loads"]
 
 _KINDS = {kind.value: kind for kind in Kind}
 _NAMES = {kind: kind.value for kind in Kind}
@@ -144,7 +144,7 @@ class _Order(Shape[Any]):
         return ListOf(row, MAX_STAGES, least=1).schema(definitions)
 
 
-_CERTIFICATE = Record(
+CERTIFICATE = Record(
     Certificate,
     (
         Field("objective", Word("objective", OBJECTIVES)),
@@ -196,7 +196,7 @@ FILE = Document(
             Field("placement", PLACEMENT, "the rank of every stage; ranks are 0, 1, ... without a hole"),
             Field("microbatches", COUNT, "microbatches of a step", key="num_microbatches"),
             Field("origin", TEXT, "how the order was found", default=""),
-            Field("certificate", _CERTIFICATE, default=None, null=True, brief=True),
+            Field("certificate", CERTIFICATE, default=None, null=True, brief=True),
             OBJECTIVE,
             TRANSPORT,
             CAPS,

@@ -21,7 +21,6 @@ __all__ = [
     "OneOrEach",
     "Schema",
     "Shape",
-    "Text",
     "Whole",
     "Word",
     "refer",
@@ -94,7 +93,7 @@ def row_schema(definitions: Schema, *shapes: Shape[Any]) -> Schema:
     }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Whole(Shape[int]):
     """A whole number in a range; true, 1.0 and "1" are none."""
 
@@ -109,11 +108,10 @@ class Whole(Shape[int]):
         return {"type": "integer", "minimum": self.low, "maximum": self.high}
 
 
-@dataclass(frozen=True, slots=True)
-class Text(Shape[str]):
+class _Text(Shape[str]):
     """Printable text of at most 1000 characters; other text is written so that it can be read again."""
 
-    name: str = ""
+    name = "text"
 
     def read(self, value: object, where: str) -> str:
         return text(value, where)
@@ -125,7 +123,6 @@ class Text(Shape[str]):
         return {"type": "string", "maxLength": MAX_TEXT}
 
 
-@dataclass(frozen=True, slots=True)
 class Flag(Shape[bool]):
     """True or false."""
 
@@ -138,7 +135,7 @@ class Flag(Shape[bool]):
         return {"type": "boolean"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Word(Shape[str]):
     """One of some words.
 
@@ -162,7 +159,7 @@ class Word(Shape[str]):
         return {"enum": list(self.choices)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ListOf(Shape[Any]):
     """A list of entries of one shape.
 
@@ -193,7 +190,7 @@ class ListOf(Shape[Any]):
         return {"type": "array", **least, "maxItems": self.most, "items": refer(self.of, definitions)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class OneOrEach(Shape[tuple[Any, ...]]):
     """One value for all, or a list with a value or null for each; null says nothing.
 
@@ -220,7 +217,6 @@ class OneOrEach(Shape[tuple[Any, ...]]):
         return {"oneOf": [one, nothing, each]}
 
 
-@dataclass(frozen=True, slots=True)
 class Json(Shape[object]):
     """Any JSON value with printable text, finite numbers and bounded nesting."""
 
@@ -234,7 +230,6 @@ class Json(Shape[object]):
         return {}
 
 
-@dataclass(frozen=True, slots=True)
 class JsonObject(Shape[Mapping[str, object]]):
     """An object with any JSON values."""
 
@@ -254,4 +249,4 @@ class JsonObject(Shape[Mapping[str, object]]):
 AMOUNT = Whole(name="amount")
 """Nanoseconds, bytes and other numbers that only the format bounds."""
 
-TEXT = Text("text")
+TEXT = _Text()
