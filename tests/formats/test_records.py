@@ -251,6 +251,29 @@ def test_what_a_schema_refuses_the_reader_refuses(name: str, seed: int) -> None:
             VALIDATORS[name].validate(wrong)
 
 
+@given(SEEDS)
+def test_reader_and_schema_of_any_record_refuse_missing_and_unknown_fields(seed: int) -> None:
+    rng = Random(seed)
+    described = record(rng)
+    document = document_of(described)
+    validator, value = validator_of(document), json.loads(document.dumps(described.value(rng)))
+    outer, inner = document.record.fields[:-1], document.record.fields[-1].record.fields
+    wrong = [{k: v for k, v in value.items() if k != f.name} for f in (*outer, *inner) if f.needed]
+    for faulty in (*wrong, value | {"unknown": 1}, value | {"version": 4}, value | {"format": "other"}):
+        assert not validator.is_valid(faulty)
+        assert not takes(lambda text: document.loads(text, "here"), faulty)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_object_of_a_format_refuses_unknown_fields(name: str) -> None:
+    value = golden(name) | (RICH if name == "profile" else {})
+    objects = [place for place in places(value) if isinstance(at(value, place), dict)]
+    for place in [(), *objects]:
+        wrong = copy.deepcopy(value)
+        at(wrong, place)["unknown"] = 1
+        assert VALIDATORS[name].is_valid(wrong) == takes(READERS[name], wrong) == ("witness" in place)
+
+
 NULLS = {
     "profile": ("microbatches", "placement", "caps_bytes", "edges", "link", "links"),
     "schedule": ("certificate", "variants"),
