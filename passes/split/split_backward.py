@@ -22,6 +22,7 @@ from torch.fx import Node
 from zbcompile.errors import SplitError
 from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.joint.trace import JointStage
+from zbcompile.passes.op_costs import nominal_device
 from zbcompile.passes.partition.partition import StageSource
 from zbcompile.passes.split.assemble import assemble
 from zbcompile.passes.split.phase_cuts import kept_for_backward, kept_for_weight
@@ -30,6 +31,7 @@ from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.passes.split.stage_values import StageValues
 from zbcompile.passes.split.structural_hash import renamed
 from zbcompile.passes.split.traces import trace_all
+from zbcompile.schedule.devices import Device
 
 __all__ = ["Recompute", "split_backward"]
 
@@ -41,6 +43,7 @@ def split_backward(
     recompute: Recompute = "none",
     backend: str = "eager",
     share: bool = True,
+    device: Device | None = None,
 ) -> tuple[StageGraphs, ...]:
     """Differentiate and split every stage.
 
@@ -54,6 +57,8 @@ def split_backward(
         Says what recomputing costs; `backends.with_backend` compiles.
     share
         Whether stages of equal structure are split once.
+    device
+        On which a recomputed call takes its counted time; by default as for `partition`.
 
     Raises
     ------
@@ -63,7 +68,7 @@ def split_backward(
         ``recompute`` is unknown.
     """
     check_recompute(recompute)
-    price = recompute_price(recompute, backend)
+    price = recompute_price(recompute, backend, device or nominal_device(captured.device))
     traced = trace_all(captured, sources, share=share)
     split: dict[int, tuple[StageSource, StageGraphs]] = {}
     for stage in traced:

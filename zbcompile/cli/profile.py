@@ -57,6 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         loss_fn=made.loss_fn,
         verify=None if device is None else False,
         planned_for=device,
+        num_microbatches=arguments.microbatches,
     )
     for report in staged.reports:
         say(report)
