@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tests.fuzz import documents
 from tests.fuzz.documents import NASTY
+from zbcompile.formats.schemas import SCHEMAS
 
 __all__ = ["REDIRECTIONS", "Case", "make_case"]
 
@@ -202,7 +203,7 @@ def _compare(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, l
 
 
 def _schema(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, list[str]]:
-    return "schema", _maybe(rng, 0.9, _value(rng, "schedule", "profile", "measured", "nothing"))
+    return "schema", _maybe(rng, 0.9, _value(rng, *SCHEMAS, "nothing"))
 
 
 def _profile(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, list[str]]:

@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.errors import UsageError
-from zbcompile.passes import op_costs
 from zbcompile.passes.capture.capture import capture
 from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.constant_masks import fold_constant_masks
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.partition.homes import SameHomes
 from zbcompile.passes.partition.partition import Policy, StageSource, partition
-from zbcompile.passes.profile.counted import counted_seconds
 from zbcompile.passes.split.backends import check_backend, with_backend
 from zbcompile.passes.split.rewrites import FOLD_MASKS, check_known
 from zbcompile.passes.split.split_backward import Recompute, split_backward
@@ -46,6 +44,7 @@ def build_stages(
     device: torch.device | str | None = None,
     verify: bool | None = False,
     planned_for: Device | None = None,
+    num_microbatches: int | None = None,
     constant: Collection[int] = (),
     fixed_branches: bool = False,
     known: Callable[[StagedModel], bool] | None = None,
@@ -72,7 +71,10 @@ def build_stages(
     verify
         Whether F, B and W of all stages are compared with the untouched model; None: where that is cheap.
     planned_for
-        Device on which the stages shall take equal times; None: one core of a CPU, by nominal rates.
+        Device on which the stages shall take equal times and recompute its price; None: the nominal one of
+        what the model is captured for (`nominal_device`).
+    num_microbatches
+        Of a step, if every stage has a rank of its own.
     constant
         Flat positions of the tensors in (args, kwargs, target) whose values become part of the graphs.
     fixed_branches
@@ -112,16 +114,22 @@ def build_stages(
     if FOLD_MASKS not in skip:
         fold_constant_masks(captured)
     observer("fold_constant_masks", captured)
-    seconds_of = op_costs.seconds if planned_for is None else counted_seconds(planned_for)
     if homes is not None:
         split_points = SameHomes(captured, homes)
-    sources = partition(captured, num_stages, split_points=split_points, seconds_of=seconds_of)
+    sources = partition(
+        captured,
+        num_stages,
+        split_points=split_points,
+        device=planned_for,
+        num_microbatches=num_microbatches,
+    )
     observer("partition", sources)
     stages = split_backward(
         captured,
         sources,
         recompute=recompute,
         backend=backend,
+        device=planned_for,
         skip=skip,
         observer=lambda step: observer("split_backward.joint", step),
     )

@@ -29,6 +29,9 @@ class Certificate:
         What proved the bound: ``work``, ``enclosing_pair``, ``crossing``, ``area``, ``cp_sat``, ...
     witness
         The evidence of the bound, as plain JSON values (rank, windows, pair, terms of the sum).
+    lineage
+        How the order came to be, first to last: ``("v_list", "fold", "anneal")``. At most 64 names go into a
+        file. Nothing is concluded from them.
 
     Raises
     ------
@@ -41,6 +44,7 @@ class Certificate:
     bound_ns: int
     method: str
     witness: Mapping[str, object] = field(default_factory=dict)
+    lineage: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.bound_ns <= self.value_ns:
