@@ -34,7 +34,7 @@ import random
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
 from zbcompile.planner.bounds.analytic import best_bound
-from zbcompile.planner.core import tables
+from zbcompile.planner.core.compiled import can_compile
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.incumbent import Incumbent
@@ -46,7 +46,7 @@ for objective in ("span", "makespan"):
     incumbent = Incumbent(problem, best_bound(problem), time_limit_s=600)
     scorer = Scorer(incumbent.instance)
     pool = offset_key_orders(incumbent, scorer, random.Random(3), blocks=12, dispatches=12)
-    print(tables.HAVE_NUMBA, pool, Annealer(incumbent.instance).run(pool[0][2], 700, seed=5))
+    print(can_compile(), pool, Annealer(incumbent.instance).run(pool[0][2], 700, seed=5))
 """
 
 

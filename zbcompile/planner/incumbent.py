@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from zbcompile.errors import NoOrderError
 from zbcompile.planner.bounds.bound import Bound
+from zbcompile.planner.core.compiled import compile_seconds
 from zbcompile.planner.core.instance import Codes, Fusing, Instance, shaped, to_schedule
 from zbcompile.planner.core.score import fits, value_of
 from zbcompile.planner.core.times import Clock
@@ -95,7 +96,7 @@ class Incumbent:
         fusing: Fusing = Fusing.AUTO,
     ) -> None:
         self.problem, self.instance, self.bound = problem, Instance.of(problem), bound
-        self.started = time.monotonic()
+        self.started, self.compiled_s = time.monotonic(), compile_seconds()
         self.deadline = self.started + time_limit_s
         self.observer = observer
         self.clock, self.fusing = Clock.of(problem), fusing
@@ -116,8 +117,8 @@ class Incumbent:
 
     @property
     def seconds_left(self) -> float:
-        """Time until the limit in seconds."""
-        return self.deadline - time.monotonic()
+        """Time until the limit in seconds, the compiling of kernels not counted."""
+        return self.deadline + compile_seconds() - self.compiled_s - time.monotonic()
 
     def measure(self, codes: Codes) -> int | None:
         """Return the value of an order in ns under the problem's send mode, or ``None`` on deadlock."""

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from zbcompile.planner.core.compiled import can_compile
 from zbcompile.planner.core.dispatch import Dispatcher, dispatch_pays
 from zbcompile.planner.core.instance import Codes, Instance, is_chain
 from zbcompile.planner.core.scorer import Scored, Scorer
-from zbcompile.planner.core.tables import HAVE_NUMBA
 from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.improve.fold import Folded, fold
 from zbcompile.planner.improve.redispatch import redispatched
@@ -202,7 +202,7 @@ class Search:
             )
             return replace(start, codes=found)
 
-        if not HAVE_NUMBA:
+        if not can_compile():
             yield from map(run, range(len(starts)))
             return
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores:

@@ -18,6 +18,8 @@ from zbcompile.schedule.one_microbatch import OneMicrobatch
 __all__ = ["one_at_a_time", "rounds_tries", "try_classic", "try_list_schedules", "try_rounds"]
 
 _LONG = 30_000
+_SHORT = 1_000
+"""Actions up to which rounds are tried in plain Python first: a tenth of a second, less than numba takes."""
 _THETAS = (100, 75, 50, 125, 25, 150, 0, 200)
 
 
@@ -81,14 +83,27 @@ def try_rounds(incumbent: Incumbent, tries: int, seed: int) -> None:
         Decides the changes.
     """
     instance = incumbent.instance
-    if incumbent.done or not applies(instance):
+    if not applies(instance):
+        return
+    short = 3 * instance.num_stages * instance.num_microbatches <= _SHORT
+    if incumbent.problem.transport != "async":
+        tries = 0
+    if short:
+        _offer_rounds(incumbent, Scorer(instance, list), 0, seed)
+    if tries or not short:
+        _offer_rounds(incumbent, Scorer(instance), tries, seed)
+
+
+def _offer_rounds(incumbent: Incumbent, scorer: Scorer, tries: int, seed: int) -> None:
+    """Offer the best rounds, compiled or in plain Python as the scorer is."""
+    if incumbent.done:
         return
     enough_s = incumbent.seconds_left / 3
     found = rounds_orders(
-        instance,
-        Scorer(instance),
+        incumbent.instance,
+        scorer,
         random.Random(seed),
-        tries if incumbent.problem.transport == "async" else 0,
+        tries,
         goal=incumbent.bound.value_ns,
         stop=lambda: incumbent.seconds_left <= enough_s,
     )
