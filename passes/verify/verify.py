@@ -188,8 +188,8 @@ def _mismatch(staged: StagedModel, report: VerifyReport) -> SplitError:
         where=place_of(staged, value),
         needed=f"within {allowed:.0e}: {value.reason}" if value.reason else "equal to the bit",
         given=value.size,
-        fix="report the model; zbcompile bisect names the rewrite that does it; verify=False runs it unchecked, "
-        "with gradients that are likely wrong",
+        fix="report the model; zbcompile bisect names the rewrite that does it; verify=False runs "
+        "it unchecked, with gradients that are likely wrong",
     )
 
 

@@ -24,8 +24,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.epilog = (
         "FACTORY as for profile. Exit codes: 0 nothing is wrong; 1 something is: the output names the "
-        "rewrite without which it is right (ZBCOMPILE_SKIP=NAME compiles without it), or says that there is none; "
-        "2 the model cannot be built, captured, cut or run."
+        "rewrite without which it is right (ZBCOMPILE_SKIP=NAME compiles without it), or says that there "
+        "is none; 2 the model cannot be built, captured, cut or run."
     )
     parser.add_argument("factory", type=words, help="where the model comes from: package.module:function")
     parser.add_argument("--stages", type=positive, required=True, metavar="N", help="number of stages")
