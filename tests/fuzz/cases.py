@@ -223,7 +223,8 @@ def _profile(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, l
 
 def _bisect(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, list[str]]:
     put("model.py", documents.factory(rng))
-    words = [_value(rng, "model.py:make", "model.py:other", "absent.py:make", ":"), "--stages"]
+    names = ("model.py:make", "model.py:other", "absent.py:make", ":")
+    words = [_value(rng, *names), "--stages", _value(rng, "1", "2", "1048576", "0")]
     words += [
         _value(rng, "1", "2", "1048576", "0"),
         *_maybe(rng, 0.3, "--backend", _value(rng, "eager", "x")),
