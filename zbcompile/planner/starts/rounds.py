@@ -1,9 +1,9 @@
 """Rounds: list schedules for looped placements, from the real times.
 
 Microbatches go in groups, as in interleaved 1F1B (arXiv 2104.04473, section 2.2): a rank runs the F's of a
-group stage by stage, and its B's in the reverse order of its stages. A rank keeps **strictly** to the order of
-its F's, and waits for the next one. Of the B's that have arrived it runs the first. A W runs where the rank
-would wait, and where memory lets neither an F nor a B begin; otherwise W's wait without limit. A few
+group stage by stage, and its B's in the reverse order of its stages. A rank keeps **strictly** to the order
+of its F's, and waits for the next one. Of the B's that have arrived it runs the first. A W runs where the
+rank would wait, and where memory lets neither an F nor a B begin; otherwise W's wait without limit. A few
 settings are tried first, then random changes to the best of them; the sizes of the groups matter most.
 """
 
