@@ -34,7 +34,7 @@ class _Named(Protocol):
     def name(self) -> str: ...
 
     def applies(self, run: Run) -> bool:
-        """Return whether the part can do anything for the problem, whatever is known so far."""
+        """Return whether the part can do anything for the problem now."""
 
 
 @runtime_checkable
@@ -67,7 +67,7 @@ class Prove(_Named, Protocol):
     """Raises the bound."""
 
     def share(self, run: Run) -> float:
-        """Return which share of the time limit improving should leave for it."""
+        """Return which share of the run's nominal seconds improving should leave for it."""
 
     def prove(self, run: Run) -> Iterator[Bound | Order]:
         """Yield bounds, and orders found on the way."""
@@ -113,7 +113,7 @@ def search(run: Run, parts: Sequence[Part]) -> None:
     """Run the parts, one after the other, until the best order meets the bound or the time is over."""
     chosen = [part for part in parts if part.name not in run.options.without]
     shares = [part.share(run) for part in chosen if isinstance(part, Prove)]
-    run.reserve_s = run.time_limit_s * max(shares, default=0.0)
+    run.reserve_s = run.nominal_s * max(shares, default=0.0)
     for part in chosen:
         if run.proved:
             return

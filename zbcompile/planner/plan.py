@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from zbcompile.errors import UsageError
 from zbcompile.planner.core.instance import Fusing
 from zbcompile.planner.incumbent import Progress
 from zbcompile.planner.parts import search
@@ -15,7 +16,10 @@ from zbcompile.schedule.limits import check_plannable, check_seed
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
 
-__all__ = ["PartRun", "Progress", "plan"]
+MOST_LEVEL = 10_000
+"""Most that can be asked for: a day's worth."""
+
+__all__ = ["MOST_LEVEL", "PartRun", "Progress", "plan"]
 
 
 def plan(
@@ -26,6 +30,7 @@ def plan(
     observer: Callable[[Progress], None] | None = None,
     fuse: str | Fusing = Fusing.AUTO,
     variants: bool = True,
+    level: int | None = None,
     without: Collection[str] = (),
     trace: Callable[[PartRun], None] | None = None,
 ) -> Solution:
@@ -48,6 +53,9 @@ def plan(
         ``auto`` (BW where it helps), ``never`` or ``always``.
     variants
         Whether stages may run as one of their variants.
+    level
+        How much to search, in tries, whatever the time limit: what a limit of ten times as many seconds
+        would. By default the time limit says.
     without
         Names of parts to leave out (`zbcompile.planner.portfolio.NAMES`).
     trace
@@ -66,7 +74,7 @@ def plan(
         No order was found in the time given, or by the parts that are left.
     UsageError
         The choice of fusing or the name of a part is unknown, the seed is out of range, or the problem is too
-        large (`zbcompile.schedule.limits`).
+        large or the level is out of range (`zbcompile.schedule.limits`).
 
     Notes
     -----
@@ -76,7 +84,9 @@ def plan(
     """
     check_plannable(problem)
     check_seed(seed)
-    options = Options(seed, Fusing.of(fuse), names_to_leave_out(without), trace)
+    if level is not None and not 1 <= level <= MOST_LEVEL:
+        raise UsageError("unknown level of effort", needed=f"1 to {MOST_LEVEL}", given=level)
+    options = Options(seed, Fusing.of(fuse), names_to_leave_out(without), trace, level)
     if not offers_variants(problem):
         return _plan_order(problem, options, time_limit_s, observer)
     if not variants:

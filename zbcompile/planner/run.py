@@ -117,12 +117,15 @@ class Options:
         Names of parts to leave out.
     trace
         Called with a `PartRun` after every part.
+    level
+        How much to search; by default one more for every ten seconds of the time limit.
     """
 
     seed: int = 0
     fusing: Fusing = Fusing.AUTO
     without: frozenset[str] = frozenset()
     trace: Callable[[PartRun], None] | None = None
+    level: int | None = None
 
 
 class Run:
@@ -149,10 +152,13 @@ class Run:
         The problem, and the same as plain tuples.
     incumbent
         The best order and bound.
-    options, time_limit_s, effort, depth
+    options, effort, depth
         As given; how many runs this one is nested in.
     level
-        One more for every ten seconds of the limit.
+        How much to search.
+    nominal_s
+        The seconds of which the solver and the search before it get their shares: the time limit, or ten for
+        every level that was asked for.
     reserve_s
         Seconds of the limit that improving leaves for the proofs that come after it.
     inner_s
@@ -179,8 +185,10 @@ class Run:
             observer=observer,
             fusing=self.options.fusing,
         )
-        self.instance, self.time_limit_s = self.incumbent.instance, time_limit_s
-        self.level = max(1, round(time_limit_s / 10))
+        self.instance = self.incumbent.instance
+        level = self.options.level
+        self.level = max(1, round(time_limit_s / 10)) if level is None else level
+        self.nominal_s = time_limit_s if level is None else min(time_limit_s, 10.0 * level)
         self.effort = effort or Effort.of(problem, self.level)
         self.depth: int = 0 if inside is None else inside.depth + 1
         self.inside, self.reserve_s, self.inner_s = inside, 0.0, 0.0

@@ -94,7 +94,7 @@ class Exact:
             instance if exact else instance.relaxed(),
             lower=run.bound.value_ns,
             incumbent=None if best is None else best.codes,
-            time_limit_s=max(0.1, min(self.limit * run.time_limit_s, run.seconds_left)),
+            time_limit_s=max(0.1, min(self.limit * run.nominal_s, run.seconds_left)),
             seed=run.seed,
         )
         if result.codes is not None:
@@ -151,9 +151,12 @@ class FromBelow:
         instance = run.instance.relaxed()
         witness = _whole_witness(run, split_is_exact(run.instance))
         high = run.value  # the highest question still worth asking
-        while not run.done and high - run.bound.value_ns > run.value // BELOW_STEPS:
-            middle = (run.bound.value_ns + high + 1) // 2
-            result = ask_below(instance, middle, time_limit_s=run.seconds_left / 4, seed=run.seed)
+        end = time.monotonic() + min(run.seconds_left, run.nominal_s)
+        while not run.proved and high - run.bound.value_ns > run.value // BELOW_STEPS:
+            left, middle = end - time.monotonic(), (run.bound.value_ns + high + 1) // 2
+            if left <= 0:
+                return
+            result = ask_below(instance, middle, time_limit_s=left / 4, seed=run.seed)
             if result.codes is not None:
                 yield Order(result.codes, (self.name,))
             elif result.proved:
@@ -196,7 +199,7 @@ class QuickCrossing:
         """Yield the bound."""
         if run.value is None:
             return
-        limit = run.time_limit_s / 12
+        limit = run.nominal_s / 12
         lane = _Lane(run, self.name, min(limit, run.seconds_left))
         yield lane.ask(lane.likely[0], lane.grids[0], limit)[0]
 
@@ -223,14 +226,14 @@ class Crossing:
         """
         if not crossing_applies(run):
             return 0.0
-        size, seconds = run.instance.num_ranks * run.instance.num_microbatches, run.time_limit_s
+        size, seconds = run.instance.num_ranks * run.instance.num_microbatches, run.nominal_s
         return 0.9 if size <= 2.5 * seconds else 0.8 if size <= 3.5 * seconds else 0.4
 
     def prove(self, run: Run) -> Iterator[Bound | Order]:
         """Yield what the answers say."""
         if run.value is None:
             return
-        lanes = [_Lane(run, self.name, run.seconds_left) for _ in range(2)]
+        lanes = [_Lane(run, self.name, min(run.seconds_left, run.nominal_s)) for _ in range(2)]
         for bound, orders in _side_by_side(lanes, [lanes[0].single_ranks(), lanes[1].whole_chain()]):
             yield from orders
             yield bound
