@@ -137,7 +137,8 @@ def planned(inner: Run, parts: Sequence[Part]) -> Iterator[Order]:
 
 def _perform(part: Part, run: Run) -> None:
     """Run one part, offer what it finds, and tell what it did."""
-    began, inner, before = time.monotonic(), run.inner_s, _state(run)
+    began, began_cpu = time.monotonic(), time.process_time()
+    inner, before = run.inner_cpu_s, _state(run)
     run.read.clear()
     scored: list[Order] = []
     for found in _results(part, run):
@@ -155,14 +156,14 @@ def _perform(part: Part, run: Run) -> None:
     read = frozenset(run.read)
     if scored:
         run.join(scored)
-    seconds = time.monotonic() - began
+    wall_s, cpu_s = time.monotonic() - began, time.process_time() - began_cpu
     if run.inside is not None:
-        run.inside.inner_s += seconds
+        run.inside.inner_cpu_s += cpu_s
     if run.options.trace is not None:
         after = _state(run)
         changed = frozenset(key for key, value in after.items() if value != before[key])
-        own = seconds - (run.inner_s - inner)
-        run.options.trace(PartRun(part.name, run.depth, own, changed, read))
+        own = cpu_s - (run.inner_cpu_s - inner)
+        run.options.trace(PartRun(part.name, run.depth, wall_s, own, changed, read))
 
 
 def _results(part: Part, run: Run) -> Iterator[Bound | Order]:
@@ -180,6 +181,6 @@ def _state(run: Run) -> dict[str, object]:
         "best": run.incumbent.order,
         "bound": run.bound,
         "known": list(run.incumbent.known),
-        "pool": run.formed_pool,
+        "pool": run.pool_changes,
         "folded": len(run.folded),
     }

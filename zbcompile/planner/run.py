@@ -87,8 +87,10 @@ class PartRun:
     ----------
     name, depth
         The part, and how many plans its own is nested in.
-    seconds
-        Time in it, without the parts of the plans that it made.
+    wall_s
+        Seconds that it took, those of plans that it made included.
+    cpu_s
+        Processor seconds of this process while it ran, without those of the parts of plans that it made.
     changed
         What it changed: ``best`` (the best order), ``bound``, ``known`` (the best order of some value),
         ``pool`` (the orders to improve), ``folded`` (those whose middle repeats).
@@ -98,7 +100,8 @@ class PartRun:
 
     name: str
     depth: int
-    seconds: float
+    wall_s: float
+    cpu_s: float
     changed: frozenset[str]
     read: frozenset[str]
 
@@ -161,10 +164,14 @@ class Run:
         every level that was asked for.
     reserve_s
         Seconds of the limit that improving leaves for the proofs that come after it.
-    inner_s
-        Seconds in the runs that this one made.
+    inner_cpu_s
+        Processor seconds in the runs that this one made.
     folded
         All orders that were found with a middle that repeats.
+    read
+        Which of ``known`` and ``pool`` the part that runs has looked at.
+    pool_changes
+        How often the pool was changed.
     """
 
     def __init__(
@@ -191,9 +198,10 @@ class Run:
         self.nominal_s = time_limit_s if level is None else min(time_limit_s, 10.0 * level)
         self.effort = effort or Effort.of(problem, self.level)
         self.depth: int = 0 if inside is None else inside.depth + 1
-        self.inside, self.reserve_s, self.inner_s = inside, 0.0, 0.0
+        self.inside, self.reserve_s, self.inner_cpu_s = inside, 0.0, 0.0
         self.folded: list[Order] = []
         self.read: set[str] = set()
+        self.pool_changes: int = 0
         self._pool: list[Order] | None = None
 
     @property
@@ -271,12 +279,9 @@ class Run:
 
     @pool.setter
     def pool(self, orders: list[Order]) -> None:
-        self._pool = orders
-
-    @property
-    def formed_pool(self) -> list[Order] | None:
-        """The pool as it is, ``None`` where nobody has asked for it yet."""
-        return self._pool
+        if orders != self._pool:
+            self._pool = orders
+            self.pool_changes += 1
 
     def promising(self) -> list[Order]:
         """Return the orders of the pool that are worth improving: as many as the effort allows."""

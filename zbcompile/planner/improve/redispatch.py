@@ -41,13 +41,15 @@ class Redispatch:
         return not run.holds_rank and not is_chain(run.instance) and dispatch_pays(run.instance)
 
     def improve(self, run: Run) -> Iterator[Order]:
-        """Yield the best three of each that gets shorter."""
+        """Yield the best three of each that gets shorter, the best of all first."""
         instance, dispatcher = run.instance, Dispatcher(run.instance)
+        every: list[tuple[Scored, Order]] = []
         for k, order in enumerate(run.pool[:_MOST]):
             rng, tries = random.Random(run.seed + k), run.effort.dispatches // 2
             found = redispatched(instance, order.codes, run.scorer, dispatcher, tries, rng, run.over)
-            for value, score, codes in found:
-                yield order.then(self.name, codes, (value, score))
+            every += [(scored, order) for scored in found]
+        for (value, score, codes), order in sorted(every, key=lambda entry: entry[0][:2]):
+            yield order.then(self.name, codes, (value, score))
 
 
 @dataclass(frozen=True, slots=True)
