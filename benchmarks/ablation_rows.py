@@ -107,7 +107,7 @@ ROWS = (
     Row("v 6.2B p=4 m=20 cap 1p makespan", _problem("6.2B", V(4), 20, 1, "makespan")),
     Row("v 14.6B p=4 m=24 cap 0.5p", _problem("14.6B", V(4), 24, 0.5)),
     Row("v 14.6B p=8 m=9 cap 1p", _problem("14.6B", V(8), 9, 1)),
-    Row("v 1.5B p=2 m=4 cap 1p", _problem("1.5B", V(2), 4, 1)),
+    Row("v 1.5B p=2 m=3 cap 1p", _problem("1.5B", V(2), 3, 1)),
     Row("v 1.5B p=3 m=144 cap 1p", _problem("1.5B", V(3), 144, 1)),
     Row("looped 1.5B p=4 m=20 cap 1.5p", _problem("1.5B", LOOP(4), 20, 1.5)),
     Row("looped 6.2B p=4 m=18 cap 1p", _problem("6.2B", LOOP(4), 18, 1)),

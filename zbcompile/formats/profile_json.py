@@ -19,7 +19,7 @@ from zbcompile.formats.fields import (
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import MAX_COUNT, Placement
 from zbcompile.schedule.limits import check_amounts
-from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS, Objective, Problem, SendMode
+from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS, Objective, Problem
 
 __all__ = [
     "MAX_STAGES",
@@ -55,7 +55,7 @@ class ProfileFile:
     num_microbatches: int | None = None
     caps: tuple[int | None, ...] = ()
     objective: Objective | None = None
-    transport: SendMode | None = None
+    transport: str | None = None
 
     def problem(
         self,
@@ -64,7 +64,7 @@ class ProfileFile:
         num_microbatches: int | None = None,
         caps: Sequence[int | None] = (),
         objective: Objective | None = None,
-        transport: SendMode | None = None,
+        transport: str | None = None,
     ) -> Problem:
         """Return the problem that the file and the arguments state; arguments win.
 

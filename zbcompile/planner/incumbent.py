@@ -176,9 +176,9 @@ class Incumbent:
 
     def measure(self, codes: Codes) -> int | None:
         """Return the value of an order in ns under the problem's send mode, or ``None`` on deadlock."""
-        if self.problem.transport == "async":
-            return value_of(self.instance, codes)
-        return self.clock.value(codes)
+        if self.problem.sends.holds_rank:
+            return self.clock.value(codes)
+        return value_of(self.instance, codes)
 
     def offer(self, order: Order) -> bool:
         """Take an order if it fits and is shorter than the best, or settles a tie with it.

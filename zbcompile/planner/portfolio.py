@@ -1,7 +1,7 @@
 """The portfolio: everything that planning tries, in the order in which it is tried.
 
 `zbcompile.planner.parts.search` runs a tuple of parts until the best order meets the best bound. A part that
-plans another problem first (`Coarse`, `AsAsync`, `Short`) runs a tuple of its own on it.
+plans another problem first (`Coarse`, `OtherMode`, `Short`) runs a tuple of its own on it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from zbcompile.planner.improve.fuse import RuleOfThumb, SplitOrFuse
 from zbcompile.planner.improve.halving import Anneal, Fold, Shortlist
 from zbcompile.planner.improve.redispatch import Redispatch
 from zbcompile.planner.parts import AnalyticBound, Part
-from zbcompile.planner.starts.as_async import AsAsync
 from zbcompile.planner.starts.coarse import Coarse
 from zbcompile.planner.starts.initial import Classic, ListSchedules, OneAtATime
 from zbcompile.planner.starts.kind_ranking import KindRanking
 from zbcompile.planner.starts.offset_key_orders import OffsetKeyOrders
+from zbcompile.planner.starts.other_mode import OtherMode
+from zbcompile.planner.starts.rounds import RoundOrders
 from zbcompile.planner.starts.short import Short
 from zbcompile.planner.starts.v_list import VList
 
@@ -30,6 +31,7 @@ _COARSE = (Classic(), OneAtATime(), ListSchedules())
 _SHORT = (
     Classic(),
     OneAtATime(),
+    RoundOrders(),
     VList(),
     KindRanking(),
     Shortlist(),
@@ -41,12 +43,13 @@ _SHORT = (
 )
 
 PORTFOLIO: tuple[Part, ...] = (
-    AnalyticBound("blocking_send", blocking_send_bound, where=lambda run: run.holds_rank),
+    AnalyticBound("blocking_send", blocking_send_bound, where=lambda run: run.problem.sends.travel_is_work),
     Classic(),
     OneAtATime(),
+    RoundOrders(),
     ListSchedules(),
     Coarse(_COARSE),
-    AsAsync(lambda: PORTFOLIO),
+    OtherMode(lambda: PORTFOLIO),
     RuleOfThumb(),
     SplitOrFuse(),
     Exact("quick_exact", actions=EXACT_ACTIONS // 2, limit=0.25, early=True),
@@ -69,6 +72,7 @@ PORTFOLIO: tuple[Part, ...] = (
 QUICK: tuple[Part, ...] = (
     Classic(),
     OneAtATime(),
+    RoundOrders(),
     ListSchedules(),
     Coarse(_COARSE),
     OffsetKeyOrders(always=True),

@@ -15,6 +15,9 @@ from zbcompile.schedule.problem import Problem
 
 __all__ = ["HOPELESS", "Effort", "Options", "PartRun", "Run", "actions_of"]
 
+_HOLDING_TRIES = 12
+"""List schedules tried where sends hold their rank: each is timed by the slower clock of all send modes."""
+
 HOPELESS = 1.05
 """Orders longer than the best by this factor are not improved, but three are always."""
 
@@ -30,6 +33,8 @@ class Effort:
 
     Attributes
     ----------
+    rounds
+        Changes to rounds.
     list_schedules, coarse_list_schedules
         List schedules of the problem, and of the problem with each rank's stages as one.
     blocks, dispatches
@@ -43,6 +48,7 @@ class Effort:
         Orders tried with some backwards fused.
     """
 
+    rounds: int
     list_schedules: int
     coarse_list_schedules: int
     blocks: int
@@ -56,8 +62,10 @@ class Effort:
         """Return counts that shrink with the number of actions, so that the seconds stay in bounds."""
         actions = max(1, 3 * problem.num_stages * problem.num_microbatches)
         scale = min(1.0, 1200 / actions)
-        lists = 12 if holds_rank(problem) else max(60, min(300, 150_000 // actions))
+        holding = problem.sends.holds_rank
+        lists = _HOLDING_TRIES if holding else max(60, min(300, 150_000 // actions))
         return Effort(
+            0 if holding else max(60, min(2000, 3_000_000 // actions)) * level,
             lists,
             lists // 2,
             max(15, int(40 * scale)),
@@ -71,12 +79,7 @@ class Effort:
     def quick(problem: Problem) -> Effort:
         """Return counts for a moment: to rank placements and assignments of variants."""
         several = problem.num_stages > problem.num_ranks
-        return Effort(12, 12, 6, 12 if several else 0, 0, 0, 0)
-
-
-def holds_rank(problem: Problem) -> bool:
-    """Return whether a send holds up its rank."""
-    return problem.transport != "async"
+        return Effort(0, 12, 12, 6, 12 if several else 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +244,7 @@ class Run:
     @property
     def holds_rank(self) -> bool:
         """Whether a send holds up its rank."""
-        return holds_rank(self.problem)
+        return self.problem.sends.holds_rank
 
     @property
     def several(self) -> bool:

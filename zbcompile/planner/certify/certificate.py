@@ -318,7 +318,7 @@ def _cp_sat(problem: Problem, witness: Witness, out: Derivation, solver: _Solver
     from zbcompile.planner.exact.model import refute, split_is_exact
 
     instance, shorter = Instance.of(problem).relaxed(), None
-    exact = problem.transport == "async" and split_is_exact(Instance.of(problem))
+    exact = not problem.sends.holds_rank and split_is_exact(Instance.of(problem))
     known: dict[str, object] = {
         "solver": "CP-SAT",
         "model": "exact" if exact else "exact on costs that no fusing undercuts",

@@ -1,10 +1,9 @@
 """Split or fuse: for every (stage, microbatch) either B and W, or one BW.
 
 A split lets the gradient leave before W has run and lets W fill a gap. A fused BW is shorter where the
-profile says so (one collective less), holds no M_W, and under ``rendezvous`` and ``batched`` transports a
-gradient sent early holds up its rank anyway. No rule is built in: whole patterns are tried first, then
-changes to the best of them, each timed by the event graph of the transport. Order and split are searched
-together, since fusing frees memory for further F's.
+profile says so (one collective less), holds no M_W, and where sends hold up their rank a gradient sent early
+does so anyway. No rule is built in: whole patterns are tried first, then changes to the best of them, each
+timed under the send mode. Order and split are searched together, since fusing frees memory for further F's.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ from zbcompile.planner.starts.fused_patterns import (
 )
 from zbcompile.planner.starts.list_schedule import Recipe, standard_limits
 from zbcompile.planner.starts.offset_key_orders import offset_key_orders
+from zbcompile.schedule.semantics import SendMode
 
 __all__ = ["RuleOfThumb", "SplitOrFuse", "fusing_matters"]
 
@@ -45,16 +45,16 @@ _RULE_ACTIONS = 40_000
 """Most actions in all of the rule's forms that are offered: a fraction of a second."""
 
 
-def fusing_matters(instance: Instance, transport: str) -> bool:
+def fusing_matters(instance: Instance, sends: SendMode) -> bool:
     """Return whether fusing can shorten any order.
 
-    It can if a BW is cheaper than B and W, if M_W > M_B somewhere, or if sends hold up their rank.
+    It can if a BW is cheaper than B and W or holds less somewhere, or if sends hold up their rank.
     """
     cheaper = any(
         d < b + w for d, b, w in zip(instance.fused, instance.backward, instance.weight, strict=True)
     )
-    wide = any(w > b for w, b in zip(instance.pending, instance.saved, strict=True))
-    return cheaper or wide or transport != "async"
+    wide = any(uses.split_holds_more for uses in instance.memory.uses)
+    return cheaper or wide or sends.holds_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class SplitOrFuse:
 
 def fusing_is_searched(run: Run) -> bool:
     """Return whether the planner decides what fuses, and it can shorten an order."""
-    return run.options.fusing is Fusing.AUTO and fusing_matters(run.instance, run.problem.transport)
+    return run.options.fusing is Fusing.AUTO and fusing_matters(run.instance, run.problem.sends)
 
 
 class _Search:

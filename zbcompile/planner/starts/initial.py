@@ -25,21 +25,21 @@ _THETAS = (100, 75, 50, 125, 25, 150, 0, 200)
 def one_at_a_time(instance: Instance, *, fusing: bool = True) -> Codes:
     """Return an order that runs one microbatch after the other: it fits wherever anything fits.
 
-    All F's come first where that fits. A stage runs fused, if it may, where M_W > M_B or where a BW is
-    shorter than B and W.
+    All F's come first where that fits. A stage runs fused, if it may, where B and W hold more or take longer
+    than BW.
     """
-    one = OneMicrobatch(
+    one = OneMicrobatch.under(
+        instance.memory,
         instance.rank_of,
-        instance.saved,
-        (0,) * instance.num_stages if fusing else instance.pending,
         tuple(tuple(other for other, _ in row) for row in instance.forward_from),
         tuple(tuple(other for other, _ in row) for row in instance.backward_from),
+        fusing=fusing,
     )
     order = one.fit(instance.headroom).order or one.forwards_first()
     rows: Codes = [[] for _ in instance.stages_of]
     for backward, s in order:
         wide = fusing and (
-            instance.pending[s] > instance.saved[s]
+            instance.memory.uses[s].split_holds_more
             or instance.fused[s] < instance.backward[s] + instance.weight[s]
         )
         split = [(B, s), (W, s)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.parts import Part, planned
@@ -52,7 +52,7 @@ class Short:
         """Yield the orders with a middle that repeats, grown, then the best two others stretched."""
         count, m = _count(run), run.instance.num_microbatches
         problem = run.problem.with_(num_microbatches=count)
-        effort = Effort.of(problem, max(1, run.level // 2))
+        effort = replace(Effort.of(problem, max(1, run.level // 2)), rounds=0)
         inner = run.inner(problem, max(0.0, run.seconds_left * 0.6), effort)
         found = list(planned(inner, self.parts))
         for order in inner.folded:
