@@ -1,6 +1,7 @@
 """The planner against the open profiles and the peers' own orders.
 
     python benchmarks/planner.py [SECTION ...] [--rows N]
+    python benchmarks/planner.py ablate --help      what each part of the planner is worth
 
 Prints for every row: ours, the peer's figure, the bound, the gap, wall and processor seconds. Times
 in milliseconds. Sections: paper, makespan, starved, v, looped, variants, unequal,
@@ -20,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks import ablate
 from zbcompile.planner.plan import plan
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -265,7 +268,10 @@ def large() -> None:
 
 
 def main() -> None:
-    """Run the sections named, or all."""
+    """Run the sections named, or all; or leave parts of the planner out."""
+    if sys.argv[1:2] == ["ablate"]:
+        ablate.main(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("sections", nargs="*")
     parser.add_argument("--rows", type=int, default=10_000, help="rows per section")

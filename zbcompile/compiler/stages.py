@@ -26,7 +26,7 @@ from zbcompile.passes.verify.verify import cheap_to_verify
 from zbcompile.passes.verify.verify import verify as compare_with_model
 from zbcompile.schedule.devices import Device
 
-__all__ = ["build_stages"]
+__all__ = ["build_stages", "captured_with_loss", "split_into_stages"]
 
 
 def build_stages(
@@ -99,6 +99,57 @@ def build_stages(
     """
     check_backend(backend)
     check_known(skip)
+    captured = captured_with_loss(
+        model,
+        args,
+        kwargs,
+        target=target,
+        loss_fn=loss_fn,
+        device=device,
+        constant=constant,
+        fixed_branches=fixed_branches,
+    )
+    observer("capture", captured)
+    if FOLD_MASKS not in skip:
+        fold_constant_masks(captured)
+    observer("fold_constant_masks", captured)
+    staged = split_into_stages(
+        captured,
+        num_stages,
+        split_points=split_points if homes is None else SameHomes(captured, homes),
+        recompute=recompute,
+        backend=backend,
+        planned_for=planned_for,
+        num_microbatches=num_microbatches,
+        skip=skip,
+        observer=observer,
+    )
+    if verify is None:
+        verify = cheap_to_verify(with_loss(model, loss_fn)) and not (known and known(staged))
+    if verify:
+        report = compare_with_model(model, staged, args, kwargs, target, loss_fn)
+        observer("verify", report)
+    return staged
+
+
+def captured_with_loss(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    target: Any = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    device: torch.device | str | None = None,
+    constant: Collection[int] = (),
+    fixed_branches: bool = False,
+) -> Captured:
+    """Capture a model on one example microbatch as `build_stages` does, with a loss that is a real scalar.
+
+    Raises
+    ------
+    CaptureError, UsageError
+        As `capture`; or the loss function gives no real scalar.
+    """
     captured = capture(
         model,
         args,
@@ -109,13 +160,30 @@ def build_stages(
         constant=constant,
         fixed_branches=fixed_branches,
     )
-    captured = _with_usable_loss(captured, loss_fn is not None)
-    observer("capture", captured)
-    if FOLD_MASKS not in skip:
-        fold_constant_masks(captured)
-    observer("fold_constant_masks", captured)
-    if homes is not None:
-        split_points = SameHomes(captured, homes)
+    return _with_usable_loss(captured, loss_fn is not None)
+
+
+def split_into_stages(
+    captured: Captured,
+    num_stages: int,
+    *,
+    split_points: Sequence[str] | Policy | None = None,
+    recompute: Recompute = "none",
+    backend: str = "eager",
+    planned_for: Device | None = None,
+    num_microbatches: int | None = None,
+    skip: Collection[str] = (),
+    observer: Observer = quiet,
+) -> StagedModel:
+    """Cut a captured model and split the backward of every stage; the arguments are those of `build_stages`.
+
+    The captured model stays as it is.
+
+    Raises
+    ------
+    CutError, SplitError, UsageError
+        Each names module path and source line where known.
+    """
     sources = partition(
         captured,
         num_stages,
@@ -136,13 +204,7 @@ def build_stages(
     observer("split_backward", stages)
     stages = with_backend(stages, backend, skip)
     observer("backend", stages)
-    staged = _staged(captured, sources, stages, backend)
-    if verify is None:
-        verify = cheap_to_verify(with_loss(model, loss_fn)) and not (known and known(staged))
-    if verify:
-        report = compare_with_model(model, staged, args, kwargs, target, loss_fn)
-        observer("verify", report)
-    return staged
+    return _staged(captured, sources, stages, backend)
 
 
 def _staged(

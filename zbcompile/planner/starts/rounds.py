@@ -10,20 +10,60 @@ settings are tried first, then random changes to the best of them; the sizes of 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zbcompile.planner.core.compiled import MakeVector, Vector, vector
 from zbcompile.planner.core.instance import B, Codes, F, Instance
 from zbcompile.planner.core.scorer import Scored, Scorer
 from zbcompile.planner.core.tables import Tables, unpack
+from zbcompile.planner.incumbent import Order
+from zbcompile.planner.run import Run
 from zbcompile.planner.starts.rounds_kernel import ALTERNATE, B_FIRST, F_FIRST, place_rounds
 
-__all__ = ["Rounds", "Setting", "applies", "mutate", "rounds_orders", "standard_settings"]
+__all__ = ["RoundOrders", "Rounds", "Setting", "applies", "mutate", "rounds_orders", "standard_settings"]
 
 _RULES = (ALTERNATE, B_FIRST, F_FIRST)
+_SHORT = 1_000
+"""Actions up to which the standard settings are tried in plain Python first: less time than numba takes."""
 _KEPT = 6
 """Settings kept, best first, one of which is changed in every try."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOrders:
+    """Rounds: the standard settings, then random changes to the best of them."""
+
+    name: str = "rounds"
+    instant: bool = False
+
+    def applies(self, run: Run) -> bool:
+        """Return whether the placement is looped."""
+        return applies(run.instance)
+
+    def propose(self, run: Run) -> Iterator[Order]:
+        """Yield the best few, made in two thirds of the time left at most."""
+        short = run.actions <= _SHORT
+        if short:
+            yield from self._best(run, Scorer(run.instance, list), 0)
+        if not run.done and (run.effort.rounds or not short):
+            yield from self._best(run, run.scorer, run.effort.rounds)
+
+    def _best(self, run: Run, scorer: Scorer, tries: int) -> Iterator[Order]:
+        """Yield the best few, found by compiled kernels or in plain Python as the scorer is."""
+        enough_s = run.seconds_left / 3
+        found = rounds_orders(
+            run.instance,
+            scorer,
+            random.Random(run.seed),
+            tries,
+            goal=run.bound.value_ns,
+            stop=lambda: run.seconds_left <= enough_s,
+        )
+        for _, _, codes in found:
+            if run.done:
+                return
+            yield Order(codes, (self.name,))
 
 
 @dataclass(frozen=True, slots=True)
