@@ -14,6 +14,7 @@ from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.core import compiled
 from zbcompile.planner.core.compiled import can_compile, compile_seconds, jit, vector
 from zbcompile.planner.incumbent import Incumbent
+from zbcompile.planner.run import Run
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
@@ -93,6 +94,17 @@ def test_seconds_of_compiling_are_not_counted(monkeypatch: pytest.MonkeyPatch) -
     assert incumbent.seconds_left <= 10
     monkeypatch.setattr(compiled._Spent, "seconds", compile_seconds() + 100)
     assert 100 < incumbent.seconds_left <= 110
+
+
+def test_the_observer_is_told_before_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    monkeypatch.setattr(compiled._Spent, "seconds", 0.0)
+    run = Run(V, time_limit_s=10, observer=lambda progress: steps.append(progress.step))
+    assert run.scorer.instance is run.instance
+    assert steps == ["compile"]
+    monkeypatch.setattr(compiled._Spent, "seconds", 1.0)
+    assert Run(V, time_limit_s=10, observer=lambda progress: steps.append(progress.step)).scorer
+    assert steps == ["compile"]
 
 
 def test_any_cache_folder_will_do(tmp_path: Path) -> None:
