@@ -178,7 +178,8 @@ class Rounds:
 
     def line_of(self, setting: Setting) -> Vector | None:
         """Return the codes of one order in a row, valid until the next; ``None`` if memory locks it up."""
-        first, size = [], []
+        first: list[int] = []
+        size: list[int] = []
         for group in setting.groups:
             first += [len(first)] * group
             size += [group] * group

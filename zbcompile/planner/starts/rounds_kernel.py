@@ -43,7 +43,8 @@ def _next_forward(t: Tables, r: int, k: int, first: Vector, size: Vector) -> int
     begin, own = t.own_at[r], t.own_at[r + 1] - t.own_at[r]
     i = first[k // own]
     place = k - i * own
-    return t.own[begin + place // size[i]] * m + i + place % size[i]
+    pair: int = t.own[begin + place // size[i]] * m + i + place % size[i]
+    return pair
 
 
 @jit
