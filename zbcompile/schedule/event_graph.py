@@ -252,15 +252,19 @@ class EventGraph:
 
     def _add_holds(self) -> None:
         """Hold every rank where its send mode says, until what it waits for has arrived."""
-        sends, transfer_of, duration = self.problem.sends, self.transfer_of, self.duration
+        mode, transfer_of = self.problem.sends, self.transfer_of
+        awaited, waits_before = mode.awaited, mode.waits_before
+        successors, duration = self.successors, self.duration
         for nodes, row in zip(self.node_of, self.schedule.order, strict=True):
-            first = nodes.start
-            for position, posts in sends.settles(row):
-                if position == len(row):  # the end of a step holds nothing up
-                    continue
-                for post in posts:
-                    transfer = transfer_of[first + post]
-                    self._edge(transfer, first + position, duration[transfer])
+            open_posts: list[int] = []
+            for node, action in zip(nodes, row, strict=True):
+                kind = action.kind
+                if open_posts and kind in waits_before:
+                    due, open_posts = mode.due(open_posts)
+                    for transfer in due:
+                        successors[transfer].append((node, duration[transfer]))
+                if kind in awaited:
+                    open_posts.append(transfer_of[node])
 
     def _add_data(self) -> None:
         """Add what actions wait for by the rules, without edges that their rank's order implies."""
