@@ -249,6 +249,7 @@ def _stages(
         constant=call.constants,
         fixed_branches=options.fixed_branches,
         known=known,
+        skip=options.skip,
         observer=observer,
     )
 

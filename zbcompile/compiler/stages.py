@@ -20,6 +20,7 @@ from zbcompile.passes.partition.homes import SameHomes
 from zbcompile.passes.partition.partition import Policy, StageSource, partition
 from zbcompile.passes.profile.counted import counted_seconds
 from zbcompile.passes.split.backends import check_backend, with_backend
+from zbcompile.passes.split.rewrites import FOLD_MASKS, check_known
 from zbcompile.passes.split.split_backward import Recompute, split_backward
 from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.passes.split.staged_model import CutReport, StagedModel
@@ -48,6 +49,7 @@ def build_stages(
     constant: Collection[int] = (),
     fixed_branches: bool = False,
     known: Callable[[StagedModel], bool] | None = None,
+    skip: Collection[str] = (),
     observer: Observer = quiet,
 ) -> StagedModel:
     """Capture a model on one example microbatch, cut it, and split the backward of every stage.
@@ -77,8 +79,11 @@ def build_stages(
         Whether branches on data take the side that they take on this microbatch, and are checked.
     known
         Says of stages whether they were compared before: then ``verify=None`` does not compare them again.
+    skip
+        Names of rewrites to leave out (see `rewrites`).
     observer
-        Called after each step.
+        Called after each step; within ``split_backward``, by the name ``split_backward.joint`` and with a
+        `JointStep`, after each rewrite of a joint graph.
 
     Returns
     -------
@@ -91,6 +96,7 @@ def build_stages(
         Each names module path and source line where known.
     """
     check_backend(backend)
+    check_known(skip)
     captured = capture(
         model,
         args,
@@ -103,16 +109,24 @@ def build_stages(
     )
     captured = _with_usable_loss(captured, loss_fn is not None)
     observer("capture", captured)
-    fold_constant_masks(captured)
+    if FOLD_MASKS not in skip:
+        fold_constant_masks(captured)
     observer("fold_constant_masks", captured)
     seconds_of = op_costs.seconds if planned_for is None else counted_seconds(planned_for)
     if homes is not None:
         split_points = SameHomes(captured, homes)
     sources = partition(captured, num_stages, split_points=split_points, seconds_of=seconds_of)
     observer("partition", sources)
-    stages = split_backward(captured, sources, recompute=recompute, backend=backend)
+    stages = split_backward(
+        captured,
+        sources,
+        recompute=recompute,
+        backend=backend,
+        skip=skip,
+        observer=lambda step: observer("split_backward.joint", step),
+    )
     observer("split_backward", stages)
-    stages = with_backend(stages, backend)
+    stages = with_backend(stages, backend, skip)
     observer("backend", stages)
     staged = _staged(captured, sources, stages, backend)
     if verify is None:

@@ -22,7 +22,7 @@ from zbcompile.planner.improve.fuse import fusing_tries, improve_fusing
 from zbcompile.planner.incumbent import Incumbent, Progress
 from zbcompile.planner.search import Effort, Search
 from zbcompile.planner.starts.coarse import coarse_problem, taken_apart
-from zbcompile.planner.starts.initial import try_classic, try_list_schedules
+from zbcompile.planner.starts.initial import rounds_tries, try_classic, try_list_schedules, try_rounds
 from zbcompile.planner.starts.offset_key_orders import offset_key_orders
 from zbcompile.planner.starts.stretch import stretch
 from zbcompile.planner.variants import fixed, offers_variants, plan_variants
@@ -139,6 +139,7 @@ def _find(incumbent: Incumbent, seed: int, time_limit_s: float) -> None:
     actions = 3 * incumbent.instance.num_stages * incumbent.instance.num_microbatches
     level = max(1, round(time_limit_s / 10))
     try_classic(incumbent)
+    try_rounds(incumbent, tries=rounds_tries(actions) * level, seed=seed)
     holding = problem.sends.holds_rank
     tries = _HOLDING_TRIES if holding else max(60, min(300, 150_000 // actions))
     try_list_schedules(incumbent, tries=tries, seed=seed)
@@ -187,6 +188,7 @@ def quick_value(problem: Problem, seed: int, fusing: Fusing) -> int | None:
     """Return the value of the first orders alone, to rank assignments of variants and placements."""
     incumbent = Incumbent(problem, best_bound(problem), time_limit_s=2.0, fusing=fusing)
     try_classic(incumbent)
+    try_rounds(incumbent, tries=0, seed=seed)
     try_list_schedules(incumbent, tries=12, seed=seed)
     try_coarse(incumbent, tries=12, seed=seed)
     if any(len(stages) > 1 for stages in incumbent.instance.stages_of):
@@ -231,6 +233,7 @@ def _plan_short(incumbent: Incumbent, seed: int, level: int) -> None:
     seconds = max(0.0, incumbent.seconds_left * 0.6)
     inner = Incumbent(problem, best_bound(problem), time_limit_s=seconds, fusing=incumbent.fusing)
     try_classic(inner)
+    try_rounds(inner, tries=0, seed=seed)
     run = Search(inner, Effort.of(inner.instance, max(1, level // 2)), seed)
     run.start([codes for _, codes in inner.pool])
     found = run.anneal_folded(last=9)

@@ -48,12 +48,12 @@ _RULE_ACTIONS = 40_000
 def fusing_matters(instance: Instance, sends: SendMode) -> bool:
     """Return whether fusing can shorten any order.
 
-    It can if a BW is cheaper than B and W, if M_W > M_B somewhere, or if sends hold up their rank.
+    It can if a BW is cheaper than B and W or holds less somewhere, or if sends hold up their rank.
     """
     cheaper = any(
         d < b + w for d, b, w in zip(instance.fused, instance.backward, instance.weight, strict=True)
     )
-    wide = any(w > b for w, b in zip(instance.pending, instance.saved, strict=True))
+    wide = any(uses.split_holds_more for uses in instance.memory.uses)
     return cheaper or wide or sends.holds_rank
 
 

@@ -8,12 +8,14 @@ from itertools import chain
 from zbcompile.planner.bounds.warmup import warmup_forwards
 from zbcompile.planner.core.instance import BW, B, Codes, F, Fusing, Instance, W, is_chain
 from zbcompile.planner.core.paths import Paths
+from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.incumbent import Incumbent
 from zbcompile.planner.starts import classic
 from zbcompile.planner.starts.list_schedule import Recipe, list_schedule, mixed_limits, standard_limits
+from zbcompile.planner.starts.rounds import applies, rounds_orders
 from zbcompile.schedule.one_microbatch import OneMicrobatch
 
-__all__ = ["one_at_a_time", "try_classic", "try_list_schedules"]
+__all__ = ["one_at_a_time", "rounds_tries", "try_classic", "try_list_schedules", "try_rounds"]
 
 _LONG = 30_000
 _THETAS = (100, 75, 50, 125, 25, 150, 0, 200)
@@ -22,21 +24,21 @@ _THETAS = (100, 75, 50, 125, 25, 150, 0, 200)
 def one_at_a_time(instance: Instance, *, fusing: bool = True) -> Codes:
     """Return an order that runs one microbatch after the other: it fits wherever anything fits.
 
-    All F's come first where that fits. A stage runs fused, if it may, where M_W > M_B or where a BW is
-    shorter than B and W.
+    All F's come first where that fits. A stage runs fused, if it may, where B and W hold more or take longer
+    than BW.
     """
-    one = OneMicrobatch(
+    one = OneMicrobatch.under(
+        instance.memory,
         instance.rank_of,
-        instance.saved,
-        (0,) * instance.num_stages if fusing else instance.pending,
         tuple(tuple(other for other, _ in row) for row in instance.forward_from),
         tuple(tuple(other for other, _ in row) for row in instance.backward_from),
+        fusing=fusing,
     )
     order = one.fit(instance.headroom).order or one.forwards_first()
     rows: Codes = [[] for _ in instance.stages_of]
     for backward, s in order:
         wide = fusing and (
-            instance.pending[s] > instance.saved[s]
+            instance.memory.uses[s].split_holds_more
             or instance.fused[s] < instance.backward[s] + instance.weight[s]
         )
         split = [(B, s), (W, s)]
@@ -59,6 +61,40 @@ def try_classic(incumbent: Incumbent) -> None:
     if incumbent.codes is None:
         fusing = incumbent.fusing is not Fusing.NEVER
         incumbent.offer(one_at_a_time(instance, fusing=fusing), "one microbatch at a time")
+
+
+def rounds_tries(actions: int) -> int:
+    """Return how many changes to rounds of so many actions take about two seconds: the count ends them."""
+    return max(60, min(2000, 3_000_000 // actions))
+
+
+def try_rounds(incumbent: Incumbent, tries: int, seed: int) -> None:
+    """Offer rounds, on looped placements: the standard settings, then random changes to the best of them.
+
+    Parameters
+    ----------
+    incumbent
+        What to offer them to.
+    tries
+        Most changes; they take two thirds of the time left at most.
+    seed
+        Decides the changes.
+    """
+    instance = incumbent.instance
+    if incumbent.done or not applies(instance):
+        return
+    enough_s = incumbent.seconds_left / 3
+    found = rounds_orders(
+        instance,
+        Scorer(instance),
+        random.Random(seed),
+        tries if incumbent.problem.transport == "async" else 0,
+        goal=incumbent.bound.value_ns,
+        stop=lambda: incumbent.seconds_left <= enough_s,
+    )
+    for _, _, codes in found:
+        if not incumbent.done:
+            incumbent.offer(codes, "rounds")
 
 
 def try_list_schedules(incumbent: Incumbent, tries: int, seed: int) -> None:

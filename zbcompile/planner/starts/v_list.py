@@ -86,16 +86,16 @@ class _VListRun:
         if arrival is None:
             return False
         r = self.instance.rank_of[s]
-        more = self.instance.saved[s] if kind == F else self.instance.pending[s] - self.instance.saved[s]
-        while self.held[r] + more > self.instance.headroom[r] and self.waiting[r]:
+        peak = self.instance.memory.peak[kind][s]
+        while self.held[r] + peak > self.instance.headroom[r] and self.waiting[r]:
             self.run_weight(r)
-        if self.held[r] + more > self.instance.headroom[r]:
+        if self.held[r] + peak > self.instance.headroom[r]:
             return False
         if self.rows[r]:
             self._fill(r, arrival, self.settings.before_f if kind == F else self.settings.before_b)
             self.idle[r] += max(0, arrival - self.free[r])
         self.free[r] = max(self.free[r], arrival) + self.length[kind][s]
-        self.held[r] += more
+        self.held[r] += self.instance.memory.change[kind][s]
         self.ends[kind][s].append(self.free[r])
         self.rows[r].append((kind, s))
         if kind == B:
@@ -115,7 +115,7 @@ class _VListRun:
         """Place the W that has waited longest on a rank."""
         s = self.waiting[r].popleft()
         self.free[r] += self.instance.weight[s]
-        self.held[r] -= self.instance.pending[s]
+        self.held[r] += self.instance.memory.change[W][s]
         self.rows[r].append((W, s))
 
     def warm_up(self) -> None:
@@ -129,7 +129,7 @@ class _VListRun:
             self.run(F, r)
         for r in reversed(range(p)):
             up = 2 * p - 1 - r
-            most = max(instance.saved[r], instance.saved[up]) * 2 * (r + 1)
+            most = max(instance.memory.peak[F][r], instance.memory.peak[F][up]) * 2 * (r + 1)
             while self.held[r] + most <= instance.headroom[r] and self.count(F, 0) < m:
                 back = self.arrival(F, up)
                 if back is None or self.free[r] + instance.forward[r] > back:
