@@ -17,7 +17,7 @@ from zbcompile.planner.exact.model import ExactResult
 from zbcompile.planner.imported import rated
 from zbcompile.planner.incumbent import Incumbent, Progress
 from zbcompile.planner.placements import plan_auto
-from zbcompile.planner.plan import plan, try_orders_of_async
+from zbcompile.planner.plan import plan, try_orders_of_other_mode
 from zbcompile.planner.starts.classic import orders_for
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.schedule.check import check
@@ -194,12 +194,12 @@ def test_blocking_sends_begin_no_worse_than_what_is_planned_without(placement: P
     stage = StageCost.simple(15, 14, 9, 20, 9)
     problem = Problem.of(Profile.uniform(stage, 4, 1), placement, 4, 160, "span", "rendezvous")
     incumbent = Incumbent(problem, best_bound(problem), time_limit_s=60)
-    try_orders_of_async(incumbent, 0)
+    try_orders_of_other_mode(incumbent, 0)
     free = plan(problem.with_(transport="async"), time_limit_s=30)
     assert incumbent.value is not None
     assert incumbent.value <= simulate(free.schedule, problem).value_ns
     assert incumbent.origin.startswith("as if async")
     alone = problem.with_(placement=Placement.linear(4), caps=(160,) * 4)
     incumbent = Incumbent(alone, best_bound(alone), time_limit_s=60)
-    try_orders_of_async(incumbent, 0)
+    try_orders_of_other_mode(incumbent, 0)
     assert incumbent.value is None

@@ -96,8 +96,8 @@ def test_the_planner_s_clock_gives_the_times_of_simulate(problem: Problem, rng: 
 @pytest.mark.parametrize("placement", [Placement.linear(3), Placement.v(2)])
 def test_a_new_mode_is_planned_and_its_certificate_is_derived_again(name: str, placement: Placement) -> None:
     profile = Profile.uniform(StageCost.simple(20, 21, 13, 2, 1), placement.num_stages, latency_ns=3)
-    problem = Problem.of(profile, placement, 4, 8, transport=name)
-    solution = plan(problem, time_limit_s=1)
+    problem = Problem.of(profile, placement, 3, 8, transport=name)
+    solution = plan(problem, time_limit_s=0.5)
     assert verify(solution) == []
     assert simulate(solution.schedule, problem).value_ns == solution.certificate.value_ns
 

@@ -88,7 +88,7 @@ def try_rounds(incumbent: Incumbent, tries: int, seed: int) -> None:
         instance,
         Scorer(instance),
         random.Random(seed),
-        tries if incumbent.problem.transport == "async" else 0,
+        0 if incumbent.problem.sends.holds_rank else tries,
         goal=incumbent.bound.value_ns,
         stop=lambda: incumbent.seconds_left <= enough_s,
     )
