@@ -343,6 +343,11 @@ def _certified(solution: Solution, assignment: Assignment, bound: Bound, offered
     """Return the solution with the certificate that holds over all assignments."""
     value = solution.certificate.value_ns
     certificate = Certificate(
-        solution.certificate.objective, value, min(bound.value_ns, value), bound.method, bound.witness
+        solution.certificate.objective,
+        value,
+        min(bound.value_ns, value),
+        bound.method,
+        bound.witness,
+        solution.certificate.lineage,
     )
     return replace(solution, certificate=certificate, variants=assignment, offered=offered)

@@ -1,28 +1,58 @@
 """Rounds: list schedules for looped placements, from the real times.
 
 Microbatches go in groups, as in interleaved 1F1B (arXiv 2104.04473, section 2.2): a rank runs the F's of a
-group stage by stage, and its B's in the reverse order of its stages. A rank keeps **strictly** to the order of
-its F's, and waits for the next one. Of the B's that have arrived it runs the first. A W runs where the rank
-would wait, and where memory lets neither an F nor a B begin; otherwise W's wait without limit. A few
+group stage by stage, and its B's in the reverse order of its stages. A rank keeps **strictly** to the order
+of its F's, and waits for the next one. Of the B's that have arrived it runs the first. A W runs where the
+rank would wait, and where memory lets neither an F nor a B begin; otherwise W's wait without limit. A few
 settings are tried first, then random changes to the best of them; the sizes of the groups matter most.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zbcompile.planner.core.instance import Codes, Instance
 from zbcompile.planner.core.scorer import Scored, Scorer
 from zbcompile.planner.core.tables import Tables, Vector, unpack, vector
+from zbcompile.planner.incumbent import Order
+from zbcompile.planner.run import Run
 from zbcompile.planner.starts.rounds_kernel import ALTERNATE, B_FIRST, F_FIRST, place_rounds
 
-__all__ = ["Rounds", "Setting", "applies", "mutate", "rounds_orders", "standard_settings"]
+__all__ = ["RoundOrders", "Rounds", "Setting", "applies", "mutate", "rounds_orders", "standard_settings"]
 
 _RULES = (ALTERNATE, B_FIRST, F_FIRST)
 _KEPT = 6
 """Settings kept, best first, one of which is changed in every try."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOrders:
+    """Rounds: the standard settings, then random changes to the best of them."""
+
+    name: str = "rounds"
+    instant: bool = False
+
+    def applies(self, run: Run) -> bool:
+        """Return whether the placement is looped."""
+        return applies(run.instance)
+
+    def propose(self, run: Run) -> Iterator[Order]:
+        """Yield the best few, made in two thirds of the time left at most."""
+        enough_s = run.seconds_left / 3
+        found = rounds_orders(
+            run.instance,
+            run.scorer,
+            random.Random(run.seed),
+            run.effort.rounds,
+            goal=run.bound.value_ns,
+            stop=lambda: run.seconds_left <= enough_s,
+        )
+        for _, _, codes in found:
+            if run.done:
+                return
+            yield Order(codes, (self.name,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,16 @@ ranks with time to spare keep their messages punctual, and the rank that decides
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
 from zbcompile.planner.core.instance import B, Codes, F, Instance, W
 from zbcompile.planner.core.scorer import Scored, Scorer
+from zbcompile.planner.incumbent import Order
+from zbcompile.planner.run import HOPELESS, Run
 
-__all__ = ["Settings", "is_v", "v_list_order", "v_list_orders"]
+__all__ = ["Settings", "VList", "is_v", "v_list_order", "v_list_orders"]
 
 _STEPS = 24
 """Budgets tried, an eighth of a W apart."""
@@ -44,6 +46,25 @@ def is_v(instance: Instance) -> bool:
     """Return whether the stages are in a V: rank r holds stages r and 2p - 1 - r."""
     p = instance.num_ranks
     return instance.num_stages == 2 * p and instance.rank_of == (*range(p), *reversed(range(p)))
+
+
+@dataclass(frozen=True, slots=True)
+class VList:
+    """V list schedules."""
+
+    name: str = "v_list"
+    instant: bool = False
+
+    def applies(self, run: Run) -> bool:
+        """Return whether the stages are in a V, and no send holds up its rank."""
+        return not run.holds_rank and is_v(run.instance)
+
+    def propose(self, run: Run) -> Iterator[Order]:
+        """Yield the best three, unless the first is far longer than what is known."""
+        best = run.pool[0].score if run.pool else None
+        most = None if best is None else int(best[0] * HOPELESS)
+        for value, score, codes in v_list_orders(run.instance, run.scorer, most, run.over):
+            yield Order(codes, (self.name,), (value, score))
 
 
 class _VListRun:
