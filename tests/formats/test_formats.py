@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.places import EXAMPLES
+from tests.support.places import EXAMPLES, GOLDEN
 from tests.support.strategies import greedy_order, problems
 from zbcompile.errors import FormatError, UsageError
 from zbcompile.formats import checkpoint_json, chrome_trace, measured_json, profile_json, schedule_json
@@ -216,6 +216,23 @@ def test_the_example_profiles_are_valid_and_say_where_they_come_from() -> None:
         VALIDATORS["profile"].validate(json.loads(path.read_text()))
         assert file.profile.source
         assert file.num_microbatches
+
+
+def test_every_example_and_golden_file_is_read_and_matches_its_schema() -> None:
+    readers = {
+        "zbcompile.schedule": schedule_json.loads,
+        "zbcompile.profile": profile_json.loads,
+        "zbcompile.measured": measured_json.loads,
+        "zbcompile.checkpoint": checkpoint_json.loads,
+    }
+    found = set()
+    for path in [*EXAMPLES.glob("**/*.json"), *GOLDEN.glob("*.json")]:
+        document = json.loads(path.read_text())
+        if name := document.get("format"):
+            VALIDATORS[name.removeprefix("zbcompile.")].validate(document)
+            readers[name](path.read_text(), path.name)
+            found.add(name)
+    assert found == set(readers)
 
 
 def test_the_example_profiles_are_the_papers(paper_profiles) -> None:
