@@ -30,7 +30,7 @@ __all__ = [
 T = TypeVar("T")
 Schema = dict[str, object]
 
-# Shapes and records are neither compared nor printed: the code that `dataclass` would make for it takes time at
+# Shapes and records are neither compared nor printed: the code that `dataclass` makes for that takes time at
 # every start of a command.
 
 
