@@ -259,7 +259,11 @@ def test_the_least_a_profile_may_say() -> None:
         "saved_bytes": 2,
         "saved_for_weight_bytes": 1,
     }
-    document = {"format": "zbcompile.profile", "version": 1, "stages": [{"repeat": 4, **stage}]}
+    document = {
+        "format": profile_json.FILE.name,
+        "version": profile_json.FILE.version,
+        "stages": [{"repeat": 4, **stage}],
+    }
     VALIDATORS["profile"].validate(document)
     file = profile_json.loads(json.dumps(document))
     assert file == ProfileFile(Profile.uniform(StageCost.simple(3, 3, 2), 4))
