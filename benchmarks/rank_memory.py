@@ -28,7 +28,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from zbcompile.runtime.launch import spawn
-from zbcompile.schedule.simulate import memory_peaks
+from zbcompile.schedule.memory import memory_peaks
 
 RANKS, STEPS = 4, 2
 MIB = 1 << 20

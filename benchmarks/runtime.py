@@ -47,8 +47,9 @@ from zbcompile.runtime.spec import PipelineSpec, Step
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
+from zbcompile.schedule.memory import memory_peaks
 from zbcompile.schedule.problem import Problem
-from zbcompile.schedule.simulate import memory_peaks, simulate
+from zbcompile.schedule.simulate import simulate
 
 MS = 1_000_000
 LINK = Link(100_000, 2_000_000_000)

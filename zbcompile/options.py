@@ -75,6 +75,8 @@ class CompileOptions:
         Whether batches of other shapes get an order of their own, or are refused.
     fixed_branches
         Whether branches on data take the side that they take on the example, and are checked at every step.
+    skip
+        Names of rewrites of graphs to leave out, as ``ZBCOMPILE_SKIP`` has them.
 
     Raises
     ------
@@ -89,7 +91,7 @@ class CompileOptions:
     memory_limit: MemoryLimit = None
     placement: PlacementName | Placement = "auto"
     objective: str = "span"
-    transport: str = "async"
+    transport: str = TRANSPORTS[0]
     profile: Profile | Device | None = None
     schedule: Schedule | None = None
     solution: Solution | None = None
@@ -114,6 +116,7 @@ class CompileOptions:
     free_model: bool = False
     gradient_dtype: torch.dtype | None = None
     cache: str | None = None
+    skip: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages)

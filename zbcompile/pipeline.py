@@ -39,11 +39,13 @@ from zbcompile.formats.measured_json import Measured
 from zbcompile.options import CompileOptions, argument_places, batch_dims
 from zbcompile.passes.capture.nested_values import Microbatches
 from zbcompile.passes.capture.with_loss import with_loss
+from zbcompile.passes.split.rewrites import skipped_from_environment
 from zbcompile.runtime.stage_modules import Stage
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
 from zbcompile.schedule.held_gradients import held_bytes
 from zbcompile.schedule.ir import Placement, Schedule
+from zbcompile.schedule.problem import TRANSPORTS
 from zbcompile.schedule.solution import Certificate, Solution
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ def compile(
     memory_limit: int | Sequence[int | None] | None = None,
     placement: str | Placement | Sequence[int] = "auto",
     objective: str = "span",
-    transport: str = "async",
+    transport: str = TRANSPORTS[0],
     profile: Profile | Device | str | os.PathLike[str] | None = None,
     schedule: Schedule | Solution | str | os.PathLike[str] | None = None,
     num_ranks: int | None = None,
@@ -183,7 +185,8 @@ def compile(
         the model. Each process may have a folder of its own; rank 0's decides the plan.
     observer
         Called after every step of the compiler, before the next begins, with the step's name and what it
-        made. ``ZBCOMPILE_DUMP=directory`` writes these to files.
+        made; by the name ``split_backward.joint`` also after every rewrite of a stage's joint graph.
+        ``ZBCOMPILE_DUMP=directory`` writes these to files.
 
     Returns
     -------
@@ -234,6 +237,7 @@ def compile(
         free_model=free_model,
         gradient_dtype=gradient_dtype,
         cache=None if cache is None else os.path.abspath(cache),
+        skip=skipped_from_environment(),
     )
     pipeline = Pipeline(options, observer or observer_from_environment())
     if example_args is not None or example_kwargs is not None:

@@ -120,7 +120,7 @@ def check(case: ModelCase, say: Callable[[str], None]) -> Row:
             **case.options,
             schedule=_order(case.stages),
             verify=True,
-            observer=lambda name, artifact: say(name),
+            observer=lambda name, artifact: say(name) if "." not in name else None,
         )
         say("compile")
         losses: list[Tensor] = []

@@ -19,8 +19,9 @@ from torch.fx import Node
 from torch.fx.node import Argument
 
 from zbcompile.passes.joint.graph_facts import node_argument
+from zbcompile.passes.torch_private import JointGraph
 
-__all__ = ["keep_workspace", "recurrent"]
+__all__ = ["keep_workspaces", "recurrent"]
 
 _LAYERS = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
 _LSTM_MODE = 2
@@ -193,13 +194,17 @@ def _fake_lstm_layer(*arguments: object) -> tuple[Tensor, ...]:
     return torch.ops.aten.mkldnn_rnn_layer.default(*arguments)  # type: ignore[no-any-return]
 
 
-def keep_workspace(node: Node) -> None:
-    """Make a traced oneDNN layer produce its workspace when it runs without autograd.
+def keep_workspaces(joint: JointGraph) -> None:
+    """Make traced oneDNN layers, in place, produce their workspaces when they run without autograd.
 
-    The traced workspace has no size. One run on zeros tells the true one, for the bytes held.
+    A traced workspace has no size. One run on zeros tells the true one, for the bytes held.
     """
-    if str(node.target) != "aten.mkldnn_rnn_layer.default":
-        return
+    for node in joint.module.graph.nodes:
+        if str(node.target) == "aten.mkldnn_rnn_layer.default":
+            _keep_workspace(node)
+
+
+def _keep_workspace(node: Node) -> None:
     node.target = torch.ops.zbcompile.lstm_layer.default
     arguments = [
         torch.zeros(a.meta["val"].shape, dtype=a.meta["val"].dtype) if isinstance(a, Node) else a

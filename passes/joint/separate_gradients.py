@@ -8,6 +8,7 @@ in one call (norms and recurrent layers do, and stay in B)::
                                                      dw, db = convolution_backward(..., mask [0, 1, 1])
     batch_norm_backward(..., mean, var, ...)   -->   batch_norm_backward(..., None, None, ...) in training
     checks without results                     -->   removed
+    da = g; db = g                             -->   da = g; db = g.clone()
 
 Batch norm's backward never reads the running statistics in training mode; without them F need not keep them.
 """
@@ -21,38 +22,35 @@ import torch
 from torch.fx import Graph, Node
 
 from zbcompile.passes.joint.graph_facts import storage_root
-from zbcompile.passes.joint.recurrent import keep_workspace
 from zbcompile.passes.nodes import is_getitem
 from zbcompile.passes.torch_private import JointGraph
 
-__all__ = ["separate_gradients"]
+__all__ = ["drop_checks", "drop_running_statistics", "own_gradients", "separate_convolutions"]
 
 _CHECKS = ("aten._assert_", "aten.sym_constrain_range", "aten._check")
 
 
-def separate_gradients(joint: JointGraph, state: Collection[int]) -> None:
-    """Apply all rewrites in place.
-
-    Parameters
-    ----------
-    joint
-        The graph; its roles follow the values.
-    state
-        Positions of the arguments that are parameters or buffers.
-    """
+def drop_checks(joint: JointGraph) -> None:
+    """Remove, in place, calls that only check something and whose result nobody reads."""
     graph = joint.module.graph
     for node in list(graph.nodes):
-        name = str(node.target)
-        if node.op != "call_function":
-            continue
-        keep_workspace(node)
-        if name.startswith(_CHECKS) and not node.users:
+        if node.op == "call_function" and str(node.target).startswith(_CHECKS) and not node.users:
             graph.erase_node(node)
-        elif name == "aten.convolution_backward.default":
+
+
+def separate_convolutions(joint: JointGraph) -> None:
+    """Let the gradients of a convolution's input and of its weights, in place, be made by two calls."""
+    graph = joint.module.graph
+    for node in list(graph.nodes):
+        if str(node.target) == "aten.convolution_backward.default":
             _split_convolution(graph, node)
-        elif name == "aten.native_batch_norm_backward.default" and node.args[7]:
+
+
+def drop_running_statistics(joint: JointGraph) -> None:
+    """Leave the running statistics out of batch norm's backward in training mode, in place."""
+    for node in joint.module.graph.nodes:
+        if str(node.target) == "aten.native_batch_norm_backward.default" and node.args[7]:
             node.args = (*node.args[:3], None, None, *node.args[5:])
-    _own_storage(joint, state)
 
 
 def _split_convolution(graph: Graph, node: Node) -> None:
@@ -71,8 +69,16 @@ def _split_convolution(graph: Graph, node: Node) -> None:
     graph.erase_node(node)
 
 
-def _own_storage(joint: JointGraph, state: Collection[int]) -> None:
-    """Clone a parameter's gradient that shares storage with another gradient or an argument."""
+def own_gradients(joint: JointGraph, state: Collection[int]) -> None:
+    """Clone, in place, a parameter's gradient that shares storage with another gradient or an argument.
+
+    Parameters
+    ----------
+    joint
+        The graph; its roles follow the values.
+    state
+        Positions of the arguments that are parameters or buffers.
+    """
     graph = joint.module.graph
     output = graph.output_node()
     taken = {storage_root(value) for position, value in joint.gradients.items() if position not in state}

@@ -5,11 +5,13 @@ bits of autograd for the stage, under the autocast and grad modes of its calls; 
 gradient has a *tangent*, torch's word for the argument that is the gradient of an output::
 
     y = x.mm(w)   -->   y = x.mm(w);  dx = tangent.mm(w.t());  dw = x.t().mm(tangent)
+
+What cleans and rewrites is the list `joint_passes.JOINT_PASSES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +22,11 @@ from zbcompile.passes import torch_private
 from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.collection import collection_paused
 from zbcompile.passes.capture.custom_functions import functions_guarded
-from zbcompile.passes.joint.cheaper_calls import use_cheaper_calls
-from zbcompile.passes.joint.flexible_views import flexible_views
-from zbcompile.passes.joint.gradient_layouts import GradientLayout, remove_layout_copies
+from zbcompile.passes.joint import joint_passes
+from zbcompile.passes.joint.gradient_layouts import GradientLayout
+from zbcompile.passes.joint.joint_pass import Observer, StageFacts, run_passes, unobserved
 from zbcompile.passes.joint.refusals import explain_split
 from zbcompile.passes.joint.replay import Replay
-from zbcompile.passes.joint.separate_gradients import separate_gradients
-from zbcompile.passes.joint.simplify import simplify
 from zbcompile.passes.nodes import value_of
 from zbcompile.passes.partition.partition import StageSource
 
@@ -68,6 +68,9 @@ def trace_stage(
     needs_gradient: Sequence[bool],
     live: frozenset[int],
     layouts: Mapping[int, GradientLayout],
+    *,
+    skip: Collection[str] = (),
+    observer: Observer = unobserved,
 ) -> JointStage:
     """Differentiate one stage.
 
@@ -83,24 +86,24 @@ def trace_stage(
         Positions of the outputs that take a gradient.
     layouts
         Output -> layout that its gradient arrives in, where that is not the one of the output.
+    skip
+        Names of passes to leave out.
+    observer
+        Called with the traced graph and after each pass.
 
     Raises
     ------
     SplitError
         An operator has no derivative, a changed buffer carries a gradient, or a parameter's gradient is
-        sparse; names the stage and where in the model.
+        sparse; names the stage and where in the model. Or a pass broke the graph.
     """
     arguments = _fake_arguments(captured, source, needs_gradient)
     with functions_guarded(captured.functions, captured.state):
         joint = _trace(source, Replay(source.module, captured.functions, live, layouts), arguments)
-    remove_layout_copies(joint, layouts)
-    simplify(joint)
-    use_cheaper_calls(joint)
-    simplify(joint)
     _refuse_sparse(joint, source)
-    state = {i for i, role in enumerate(source.roles) if role.kind in ("parameter", "buffer")}
-    separate_gradients(joint, state)
-    flexible_views(joint.module.graph)
+    state = frozenset(i for i, role in enumerate(source.roles) if role.kind in ("parameter", "buffer"))
+    facts = StageFacts(source.index, layouts, state)
+    run_passes(joint, facts, joint_passes.JOINT_PASSES, skip, observer)
     return JointStage(source, joint, tuple(arguments))
 
 

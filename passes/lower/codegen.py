@@ -23,6 +23,7 @@ from zbcompile.passes.lower.fold import Loop, fold
 from zbcompile.schedule.held_gradients import held_bytes, held_sets, held_words
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.semantics import SendMode
 from zbcompile.schedule.simulate import Timeline, simulate
 from zbcompile.schedule.solution import Certificate
 
@@ -38,7 +39,6 @@ _VERBS = {
     Kind.SEND_B: "yield from rank.send_backward",
     Kind.RECV_B: "rank.recv_backward",
 }
-_SETTLE = {"rendezvous": "yield from rank.settle_sends()", "batched": "yield from rank.settle()"}
 
 
 def emit(
@@ -110,8 +110,8 @@ def _program(
         "",
         "def program(rank):",
     ]
-    transport = timeline.problem.transport
-    lines += [f"    {line}" for line in _body(_with_settles(schedule.order[rank], transport), transport)]
+    row, sends = schedule.order[rank], timeline.problem.sends
+    lines += [f"    {line}" for line in _body(_with_settles(row, sends), _settle(sends))]
     lines += ["    # end of the step", "    yield from rank.wait_sent()"]
     lines += ["    yield from rank.reduce_gradients()", ""]
     return "\n".join(lines)
@@ -150,38 +150,35 @@ def _bytes(count: int) -> str:
     return f"{count} bytes"
 
 
-def _with_settles(row: Sequence[Action], transport: str) -> list[Action | None]:
-    """Return the row with None wherever the transport holds the rank until what it posted is done."""
-    if transport == "async":
-        return list(row)
-    result: list[Action | None] = []
-    open_sends = open_posts = False
-    for action in row:
-        if (open_posts and action.kind.is_compute) or (open_sends and transport == "rendezvous"):
-            result.append(None)
-            open_sends = open_posts = False
-        result.append(action)
-        open_sends |= action.kind.is_send
-        open_posts |= action.kind.is_send or (transport == "batched" and action.kind.is_recv)
-    return [*result, None] if open_posts else result
+def _with_settles(row: Sequence[Action], sends: SendMode) -> list[Action | None]:
+    """Return the row with None wherever the send mode holds the rank until what it posted is done."""
+    result: list[Action | None] = list(row)
+    for position, _ in reversed(list(sends.settles(row))):
+        result.insert(position, None)
+    return result
 
 
-def _body(row: list[Action | None], transport: str) -> list[str]:
+def _settle(sends: SendMode) -> str:
+    """Return the line that waits for the posts that are due."""
+    return f"yield from rank.{sends.settle_verb}({sends.under_way or ''})"
+
+
+def _body(row: list[Action | None], settle: str) -> list[str]:
     pieces = fold(row)
     loops = [piece for piece in pieces if isinstance(piece, Loop)]
     if not loops:
-        return [_line(item, transport) for item in row]
+        return [_line(item, settle) for item in row]
     main = max(loops, key=lambda loop: (loop.saved, len(loop.body)))
     lines, seen = [], False
     if pieces[0] is not main:
         lines.append("# warm-up")
     for k, piece in enumerate(pieces):
         if not isinstance(piece, Loop):
-            lines.append(_line(piece, transport))
+            lines.append(_line(piece, settle))
             continue
         if piece is main and not seen:
             lines.append(f"# steady state: {len(piece.body)} actions, {piece.count} times")
-        lines += _loop(piece, transport)
+        lines += _loop(piece, settle)
         if piece is main and not seen:
             seen = True
             if k + 1 < len(pieces):
@@ -189,7 +186,7 @@ def _body(row: list[Action | None], transport: str) -> list[str]:
     return lines
 
 
-def _loop(loop: Loop, transport: str) -> list[str]:
+def _loop(loop: Loop, settle: str) -> list[str]:
     actions = [a for a in loop.body if a is not None]
     lead = next((a for a in actions if a.kind is Kind.FORWARD), actions[0])
     first = lead.microbatch
@@ -199,7 +196,7 @@ def _loop(loop: Loop, transport: str) -> list[str]:
     lines = [f"for i in range({start}{end}{step}):"]
     for action in loop.body:
         if action is None:
-            lines.append(f"    {_SETTLE[transport]}")
+            lines.append(f"    {settle}")
         else:
             offset = action.microbatch - first
             word = "i" if offset == 0 else f"i {'+' if offset > 0 else '-'} {abs(offset)}"
@@ -207,8 +204,8 @@ def _loop(loop: Loop, transport: str) -> list[str]:
     return lines
 
 
-def _line(action: Action | None, transport: str) -> str:
-    return _SETTLE[transport] if action is None else _call(action, str(action.microbatch))
+def _line(action: Action | None, settle: str) -> str:
+    return settle if action is None else _call(action, str(action.microbatch))
 
 
 def _call(action: Action, microbatch: str) -> str:

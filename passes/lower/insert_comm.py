@@ -62,7 +62,7 @@ def insert_comm(
 ) -> CommSchedule:
     """Put sends and receives into a compute order.
 
-    The transports ``rendezvous`` and ``batched`` bound what is on its way by themselves.
+    Sends that hold up their rank bound what is on its way by themselves.
 
     Parameters
     ----------
@@ -77,12 +77,12 @@ def insert_comm(
     Raises
     ------
     CheckError
-        The transport would deadlock; names the chain of waits.
+        The send mode would deadlock; names the chain of waits.
     """
     if one_communicator:
         placed = insert_in_total_order(schedule, problem)
         return CommSchedule(placed, None, _unbounded_value(placed, problem, True), True)
-    if problem.transport != "async":
+    if problem.sends.holds_rank:
         placed = insert_communication(schedule, problem)
         return CommSchedule(placed, None, _unbounded_value(placed, problem))
     if is_well_formed(schedule.compute_only(), problem):
@@ -145,7 +145,7 @@ def keep_comm(schedule: Schedule, problem: Problem) -> CommSchedule:
         The messages of the order can hang; names the chain of waits.
     """
     least = _unbounded_value(schedule, problem)
-    if problem.transport != "async":
+    if problem.sends.holds_rank:
         return CommSchedule(schedule, None, least)
     for slots in (1, 2, 3, 4, 8):
         value = _value(schedule, problem, slots)

@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from torch.fx import GraphModule
@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from zbcompile.errors import SplitError, UsageError
 from zbcompile.passes import torch_private
 from zbcompile.passes.split.in_place import written_in_place
+from zbcompile.passes.split.rewrites import WRITE_IN_PLACE
 from zbcompile.passes.split.stage_graphs import GraphCall, Graphs, StageGraphs
 
 __all__ = ["BACKENDS", "check_backend", "compile_graph", "with_backend"]
@@ -39,8 +40,12 @@ def check_backend(backend: str) -> None:
         )
 
 
-def with_backend(stages: Sequence[StageGraphs], backend: str) -> tuple[StageGraphs, ...]:
+def with_backend(
+    stages: Sequence[StageGraphs], backend: str, skip: Collection[str] = ()
+) -> tuple[StageGraphs, ...]:
     """Return the stages with their graphs run by ``backend``; graphs that stages share are compiled once.
+
+    Without the rewrite `rewrites.WRITE_IN_PLACE` the eager backend runs the graphs as they were split.
 
     Raises
     ------
@@ -55,12 +60,12 @@ def with_backend(stages: Sequence[StageGraphs], backend: str) -> tuple[StageGrap
     for stage in stages:
         key = id(stage.graphs.forward)
         if key not in compiled:
-            compiled[key] = tuple(compile_graph(stage, name, backend) for name in Graphs.__slots__)
+            compiled[key] = tuple(compile_graph(stage, name, backend, skip) for name in Graphs.__slots__)
         made.append(replace(stage, calls=compiled[key]))
     return tuple(made)
 
 
-def compile_graph(stage: StageGraphs, name: str, backend: str) -> GraphCall:
+def compile_graph(stage: StageGraphs, name: str, backend: str, skip: Collection[str] = ()) -> GraphCall:
     """Return one graph of a stage, named as in `Graphs`, as a call of ``backend``.
 
     Raises
@@ -70,7 +75,7 @@ def compile_graph(stage: StageGraphs, name: str, backend: str) -> GraphCall:
     """
     module: GraphModule = getattr(stage.graphs, name)
     if backend == "eager":
-        return written_in_place(module).forward
+        return (module if WRITE_IN_PLACE in skip else written_in_place(module)).forward
     if not any(node.op == "call_function" for node in module.graph.nodes):
         return module.forward
     try:

@@ -21,15 +21,19 @@ from torch.fx import Node
 
 from zbcompile.errors import SplitError
 from zbcompile.passes.capture.captured import Captured
+from zbcompile.passes.joint.joint_pass import Observer, unobserved
 from zbcompile.passes.joint.trace import JointStage
+from zbcompile.passes.op_costs import nominal_device
 from zbcompile.passes.partition.partition import StageSource
 from zbcompile.passes.split.assemble import assemble
 from zbcompile.passes.split.phase_cuts import kept_for_backward, kept_for_weight
 from zbcompile.passes.split.recompute import Recompute, check_recompute, recompute_price
+from zbcompile.passes.split.rewrites import check_known
 from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.passes.split.stage_values import StageValues
 from zbcompile.passes.split.structural_hash import renamed
 from zbcompile.passes.split.traces import trace_all
+from zbcompile.schedule.devices import Device
 
 __all__ = ["Recompute", "split_backward"]
 
@@ -41,6 +45,9 @@ def split_backward(
     recompute: Recompute = "none",
     backend: str = "eager",
     share: bool = True,
+    skip: Collection[str] = (),
+    observer: Observer = unobserved,
+    device: Device | None = None,
 ) -> tuple[StageGraphs, ...]:
     """Differentiate and split every stage.
 
@@ -54,6 +61,12 @@ def split_backward(
         Says what recomputing costs; `backends.with_backend` compiles.
     share
         Whether stages of equal structure are split once.
+    skip
+        Names of rewrites to leave out (see `rewrites`).
+    observer
+        Called after each rewrite of a joint graph.
+    device
+        On which a recomputed call takes its counted time; by default as for `partition`.
 
     Raises
     ------
@@ -63,8 +76,9 @@ def split_backward(
         ``recompute`` is unknown.
     """
     check_recompute(recompute)
-    price = recompute_price(recompute, backend)
-    traced = trace_all(captured, sources, share=share)
+    check_known(skip)
+    price = recompute_price(recompute, backend, device or nominal_device(captured.device))
+    traced = trace_all(captured, sources, share=share, skip=skip, observer=observer)
     split: dict[int, tuple[StageSource, StageGraphs]] = {}
     for stage in traced:
         if id(stage.joint) not in split:

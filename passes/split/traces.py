@@ -6,7 +6,7 @@ comes back to it, in the memory layout in which it comes; stages of equal struct
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.state_guards import gradients_kept
 from zbcompile.passes.joint.gradient_layouts import GradientLayout, arriving_layout
+from zbcompile.passes.joint.joint_pass import Observer, unobserved
 from zbcompile.passes.joint.trace import JointStage, trace_stage
 from zbcompile.passes.partition.partition import StageSource
 from zbcompile.passes.split.structural_hash import structural_hash
@@ -22,7 +23,14 @@ from zbcompile.passes.split.structural_hash import structural_hash
 __all__ = ["trace_all"]
 
 
-def trace_all(captured: Captured, sources: Sequence[StageSource], *, share: bool) -> list[JointStage]:
+def trace_all(
+    captured: Captured,
+    sources: Sequence[StageSource],
+    *,
+    share: bool,
+    skip: Collection[str] = (),
+    observer: Observer = unobserved,
+) -> list[JointStage]:
     """Trace every stage, at most twice.
 
     The first round goes in stage order and learns which values require a gradient. The second goes from the
@@ -35,9 +43,11 @@ def trace_all(captured: Captured, sources: Sequence[StageSource], *, share: bool
         The model and its stages.
     share
         Whether stages of equal structure share a trace.
+    skip, observer
+        As for `trace_stage`. A stage that is traced twice is observed twice.
     """
     with torch.inference_mode(False), torch.enable_grad(), gradients_kept(captured.state.values()):
-        tracer = _Tracer(captured, share)
+        tracer = _Tracer(captured, share, skip, observer)
         traced = [tracer.first_round(source) for source in sources]
         return list(reversed([tracer.second_round(stage) for stage in reversed(traced)]))
 
@@ -55,8 +65,9 @@ class _Tracer:
         Structural hash -> the trace.
     """
 
-    def __init__(self, captured: Captured, share: bool) -> None:
+    def __init__(self, captured: Captured, share: bool, skip: Collection[str], observer: Observer) -> None:
         self.captured, self.share = captured, share
+        self.skip, self.observer = skip, observer
         self.differentiable: dict[str, bool] = {}
         self.returned: dict[str, list[Tensor]] = {}
         self.known: dict[str, JointStage] = {}
@@ -96,5 +107,7 @@ class _Tracer:
             key = f"{source.index} {sorted(live)}"
         key += str(sorted(layouts.items())) if layouts else ""
         if key not in self.known:
-            self.known[key] = trace_stage(self.captured, source, needs, live, layouts)
+            self.known[key] = trace_stage(
+                self.captured, source, needs, live, layouts, skip=self.skip, observer=self.observer
+            )
         return replace(self.known[key], source=source)

@@ -14,6 +14,7 @@ from zbcompile.compiler.dump import dump_to
 from zbcompile.compiler.graph_text import graph_text
 from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import UsageError
+from zbcompile.passes.joint.joint_passes import JOINT_PASSES
 from zbcompile.passes.split.staged_model import StagedModel
 
 
@@ -67,6 +68,24 @@ def test_files_per_stage_and_phase(front: StagedModel, tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.tmp*"))
 
 
+def test_every_rewrite_of_a_joint_graph_is_written_as_a_diff(tmp_path: Path) -> None:
+    model = nn.Sequential(Layer(), Layer())
+    build_stages(
+        model, 2, (torch.ones(3, 4),), loss_fn=lambda y, _: y.sum(), split_points=["1"],
+        observer=dump_to(tmp_path),
+    )  # fmt: skip
+    for stage in range(2):
+        folder = tmp_path / "03-split_backward" / f"stage-{stage}" / "joint"
+        names = [f"{i:02d}-{p.name}.diff" for i, p in enumerate(JOINT_PASSES, 1)]
+        assert sorted(path.name for path in folder.iterdir()) == ["00-traced.txt", *names]
+        traced = (folder / "00-traced.txt").read_text()
+        assert traced.startswith("# output 0: ")
+        assert "# gradient 0: " in traced
+        removed = [line for line in (folder / names[1]).read_text().splitlines() if line.startswith("-")]
+        assert any("aten.detach.default" in line for line in removed)
+        assert (folder / "07-separate_convolutions.diff").read_text() == "\n"
+
+
 def test_a_place_that_cannot_be_written(front: StagedModel, tmp_path: Path) -> None:
     (tmp_path / "00-split_backward" / "stage-0" / "forward.txt").mkdir(parents=True)
     with pytest.raises(UsageError):
@@ -91,7 +110,8 @@ def test_every_step_is_observed_before_the_next_begins() -> None:
         num_microbatches=2,
         observer=watch,
     )
-    assert [name for name, _ in seen] == [
+    assert {name for name, _ in seen if "." in name} == {"split_backward.joint"}
+    assert [name for name, _ in seen if "." not in name] == [
         "capture",
         "fold_constant_masks",
         "partition",

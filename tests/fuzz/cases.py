@@ -222,6 +222,18 @@ def _profile(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, l
     return "profile", words + _maybe(rng, 0.2, "--microbatches", _value(rng, "4", "0")) + _output(rng)
 
 
+def _bisect(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, list[str]]:
+    put("model.py", documents.factory(rng))
+    names = ("model.py:make", "model.py:other", "absent.py:make", ":")
+    words = [_value(rng, *names), "--stages", _value(rng, "1", "2", "1048576", "0")]
+    words += [
+        _value(rng, "1", "2", "1048576", "0"),
+        *_maybe(rng, 0.3, "--backend", _value(rng, "eager", "x")),
+    ]
+    words += _maybe(rng, 0.3, "--recompute", _value(rng, "none", "full", "some"))
+    return "bisect", words + _maybe(rng, 0.3, "--split-points", _value(rng, "1", "a,,b", ","))
+
+
 def _rehearse(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, list[str]]:
     """Orders without costs, or broken ones: none of them starts a process."""
     words = [put("s.txt", "placement 0 1\nmicrobatches 1\nrank 0: 0F0 0BW0\nrank 1: 1F0 1BW0\n")]
@@ -239,5 +251,5 @@ def _nothing(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, l
     return rng.choice((*NASTY, "--help", "--version", "pla", "help", "--frob")), _maybe(rng, 0.3, "x")
 
 
-_COMMANDS = (_show, _check, _convert, _plan, _compare, _schema, _profile, _rehearse, _demo, _nothing)
-_WEIGHTS = (25, 20, 22, 16, 3, 3, 3, 3, 2, 3)
+_COMMANDS = (_show, _check, _convert, _plan, _compare, _schema, _profile, _bisect, _rehearse, _demo, _nothing)
+_WEIGHTS = (25, 20, 22, 16, 3, 3, 2, 1, 3, 2, 3)

@@ -9,17 +9,19 @@ import pytest
 
 from tests.planner.starts.test_classic import paper_problem
 from zbcompile.errors import InfeasibleError, UsageError
-from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.compare import compare
 from zbcompile.planner.core.instance import Instance, to_schedule
 from zbcompile.planner.exact import proofs
 from zbcompile.planner.exact.model import ExactResult
 from zbcompile.planner.imported import rated
-from zbcompile.planner.incumbent import Incumbent, Progress
+from zbcompile.planner.incumbent import Progress
+from zbcompile.planner.parts import search
 from zbcompile.planner.placements import plan_auto
-from zbcompile.planner.plan import plan, try_orders_of_async
+from zbcompile.planner.plan import plan
+from zbcompile.planner.portfolio import PORTFOLIO
+from zbcompile.planner.run import Run
 from zbcompile.planner.starts.classic import orders_for
-from zbcompile.planner.starts.initial import one_at_a_time
+from zbcompile.planner.starts.initial import OneAtATime, one_at_a_time
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -108,13 +110,12 @@ def test_questions_that_are_not_answered_are_not_asked_again(monkeypatch: pytest
 
     monkeypatch.setattr(proofs, "ask_below", silent)
     problem = Problem.of(Profile.uniform(StageCost.simple(2, 2, 1, 2, 1), 8, 1), Placement.v(4), 4, 16)
-    incumbent = Incumbent(problem, best_bound(problem), time_limit_s=60)
-    incumbent.offer(one_at_a_time(incumbent.instance), "test")
-    assert incumbent.value is not None
-    proofs.prove_from_below(incumbent, 0)
-    assert asked[0] <= incumbent.value
+    run = Run(problem, time_limit_s=60)
+    search(run, (OneAtATime(), proofs.FromBelow()))
+    assert run.value is not None
+    assert asked[0] <= run.value
     assert asked == sorted(set(asked), reverse=True)
-    assert asked[-1] == incumbent.bound.value_ns + 1
+    assert asked[-1] == run.bound.value_ns + 1
 
 
 @pytest.mark.parametrize("fuse", ["auto", "never", "always"])
@@ -124,7 +125,7 @@ def test_an_order_is_called_classic_only_if_it_is_that_order(times: tuple[int, .
     profile = Profile.uniform(StageCost(*times, 2, 1), 4, 1)
     problem = Problem.of(profile, None, 4, 16, "makespan", "rendezvous")
     solution = plan(problem, time_limit_s=2, fuse=fuse)
-    name, _, change = solution.origin.partition(", ")
+    name, _, change = solution.origin.partition(" > ")
     for known, codes in orders_for(problem):
         if name == f"classic {known}":
             same = solution.schedule == to_schedule(codes, problem)
@@ -193,13 +194,13 @@ def test_blocking_sends_begin_no_worse_than_what_is_planned_without(placement: P
     """Several stages per rank: what is planned for sends that hold up nobody is offered."""
     stage = StageCost.simple(15, 14, 9, 20, 9)
     problem = Problem.of(Profile.uniform(stage, 4, 1), placement, 4, 160, "span", "rendezvous")
-    incumbent = Incumbent(problem, best_bound(problem), time_limit_s=60)
-    try_orders_of_async(incumbent, 0)
+    run = Run(problem, time_limit_s=60)
+    search(run, [part for part in PORTFOLIO if part.name == "other_mode"])
     free = plan(problem.with_(transport="async"), time_limit_s=30)
-    assert incumbent.value is not None
-    assert incumbent.value <= simulate(free.schedule, problem).value_ns
-    assert incumbent.origin.startswith("as if async")
+    assert run.value is not None
+    assert run.value <= simulate(free.schedule, problem).value_ns
+    assert run.incumbent.lineage[-1] == "other_mode"
     alone = problem.with_(placement=Placement.linear(4), caps=(160,) * 4)
-    incumbent = Incumbent(alone, best_bound(alone), time_limit_s=60)
-    try_orders_of_async(incumbent, 0)
-    assert incumbent.value is None
+    run = Run(alone, time_limit_s=60)
+    search(run, [part for part in PORTFOLIO if part.name == "other_mode"])
+    assert run.value is None

@@ -33,20 +33,18 @@ SCRIPT = """
 import random
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
-from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.core import tables
+from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.improve.anneal import Annealer
-from zbcompile.planner.incumbent import Incumbent
 from zbcompile.planner.starts.offset_key_orders import offset_key_orders
 from zbcompile.schedule.problem import Problem
 profile = Profile.uniform(StageCost.simple(30, 31, 17, 10, 4), 8, 2)
 for objective in ("span", "makespan"):
     problem = Problem.of(profile, Placement.v(4), 6, 60, objective)
-    incumbent = Incumbent(problem, best_bound(problem), time_limit_s=600)
-    scorer = Scorer(incumbent.instance)
-    pool = offset_key_orders(incumbent, scorer, random.Random(3), blocks=12, dispatches=12)
-    print(tables.HAVE_NUMBA, pool, Annealer(incumbent.instance).run(pool[0][2], 700, seed=5))
+    instance = Instance.of(problem)
+    pool = offset_key_orders(instance, Scorer(instance), random.Random(3), blocks=12, dispatches=12)
+    print(tables.HAVE_NUMBA, pool, Annealer(instance).run(pool[0][2], 700, seed=5))
 """
 
 

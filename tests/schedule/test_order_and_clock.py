@@ -14,9 +14,10 @@ from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
 from zbcompile.schedule.least_memory import least_headroom
+from zbcompile.schedule.memory import memory_peaks
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.rules import to_networkx
-from zbcompile.schedule.simulate import memory_peaks, simulate
+from zbcompile.schedule.simulate import simulate
 
 
 @given(problems(), st.randoms(use_true_random=False), st.booleans())

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 
+from tests.support.memory_oracle import fits_by_hand
 from tests.support.places import DATA
-from zbcompile.planner.core.instance import B, Codes, F, Instance, W
-from zbcompile.planner.core.score import fits, value_of
+from zbcompile.planner.core.instance import KINDS, B, Codes, F, Instance, W
+from zbcompile.planner.core.score import value_of
 from zbcompile.planner.core.scorer import Scorer
+from zbcompile.planner.exact.model import solve_exact
 from zbcompile.schedule.costs import Link, Profile, StageCost
-from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.ir import Action, Placement
 from zbcompile.schedule.least_memory import least_headroom
 from zbcompile.schedule.problem import Problem
 
@@ -82,19 +85,38 @@ def rank_orders(stages: tuple[int, ...], microbatches: int) -> tuple[tuple[tuple
     return tuple(extend((), {}))  # type: ignore[arg-type]
 
 
+@cache
+def _numbered(row: tuple[tuple[int, int], ...]) -> tuple[Action, ...]:
+    """The actions of a row: the k-th of each kind and stage is that of microbatch k."""
+    seen: Counter[tuple[int, int]] = Counter()
+    actions = []
+    for kind, s in row:
+        actions.append(Action(KINDS[kind], s, seen[kind, s]))
+        seen[kind, s] += 1
+    return tuple(actions)
+
+
 def brute_force(problem: Problem) -> int:
-    """Least value over every order of every rank that fits and does not deadlock."""
+    """Least value over every order of every rank that fits, by hand, and does not deadlock."""
     instance = Instance.of(problem)
     alone = [
         [
             list(row)
             for row in rank_orders(stages, problem.num_microbatches)
-            if fits(instance, [list(row) if r == rank else [] for r in range(instance.num_ranks)])
+            if fits_by_hand(problem, rank, _numbered(row))
         ]
         for rank, stages in enumerate(instance.stages_of)
     ]
     values = (value_of(instance, list(rows)) for rows in itertools.product(*alone))
     return min(value for value in values if value is not None)
+
+
+def exact_value(problem: Problem) -> int:
+    """The optimum, proved by CP-SAT without any bound of ours."""
+    result = solve_exact(Instance.of(problem), lower=0, time_limit_s=120)
+    assert result.proved, "the instance is too large for this test"
+    assert result.value_ns == result.bound_ns
+    return result.bound_ns
 
 
 def v_problem(p: int, m: int, cap: int, latency: int = 754) -> Problem:

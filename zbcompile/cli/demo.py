@@ -60,7 +60,9 @@ def run(arguments: argparse.Namespace) -> int:
     model = demo.gpt2(settings)
     count = sum(p.numel() for p in model.parameters())
     step(f"GPT-2, {settings.blocks} blocks, hidden {settings.hidden}, {count:,} parameters, dropout on")
-    pipeline = demo.compiled(settings, model, observer=lambda name, _: step(name))
+    pipeline = demo.compiled(
+        settings, model, observer=lambda name, _: step(name) if "." not in name else None
+    )
     draws = [count_draws(stage) for stage in pipeline]
     summary = summarize(ScheduleFile(pipeline.schedule, pipeline.solution.problem, pipeline.certificate))
     for part in (Picture(summary), Text(_excerpt(pipeline.source(_SHOWN_RANK)))):

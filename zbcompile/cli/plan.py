@@ -10,13 +10,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from zbcompile.cli.inputs import load_problem
-from zbcompile.cli.shared_options import add_output, add_problem_options, add_search_options
+from zbcompile.cli.shared_options import add_output, add_problem_options, add_search_options, words
 from zbcompile.compiler.lower import lower
 from zbcompile.formats import schedule_json
 from zbcompile.formats.streams import rewrite_line, say
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
-from zbcompile.show.summary import gradients_line, headline, proof_line, summarize
+from zbcompile.show.summary import gradients_line, headline, origin_words, proof_line, summarize
 from zbcompile.show.units import time_unit
 
 if TYPE_CHECKING:
@@ -31,6 +31,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_problem_options(parser)
     add_search_options(parser, 10.0, "seconds (10)")
     parser.add_argument("--fuse", choices=("auto", "never", "always"), default="auto", help="fused BW (auto)")
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        type=words,
+        metavar="PART",
+        help="leave a part of the planner out; may be repeated",
+    )
     add_output(parser, "the schedule (standard output)")
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
@@ -47,12 +55,12 @@ class _Reporter:
         if self.quiet:
             return
         unit = time_unit(progress.bound_ns)
-        words = [f"{progress.seconds:6.2f} s", f"bound {unit.text(progress.bound_ns)}"]
+        fields = [f"{progress.seconds:6.2f} s", f"bound {unit.text(progress.bound_ns)}"]
         if progress.best_ns is not None:
             gap = 1.0 - progress.bound_ns / progress.best_ns if progress.best_ns else 0.0
-            words[1:1] = [f"best {unit.text(progress.best_ns)}"]
-            words.append(f"gap {100 * gap:.2f} %")
-        line = "  ".join([*words, progress.step])
+            fields[1:1] = [f"best {unit.text(progress.best_ns)}"]
+            fields.append(f"gap {100 * gap:.2f} %")
+        line = "  ".join([*fields, progress.step])
         if line[9:] == self.last[9:]:
             return
         self.last = line
@@ -84,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.output.write(schedule_json.dumps(plan.solution))
     if not arguments.quiet:
         summary = summarize(schedule_json.ScheduleFile.of(plan.solution), plan.timeline)
-        for line in (headline(summary), proof_line(summary), gradients_line(summary)):
+        for line in (headline(summary), proof_line(summary), origin_words(summary), gradients_line(summary)):
             if line:
                 say(line)
     return 130 if reporter.interrupted else 0
@@ -102,6 +110,7 @@ def _found(problem: Problem, arguments: argparse.Namespace, reporter: _Reporter)
             seed=arguments.seed,
             observer=reporter,
             fuse=arguments.fuse,
+            without=arguments.without,
         )
     result = plan_auto(
         problem,
@@ -109,6 +118,7 @@ def _found(problem: Problem, arguments: argparse.Namespace, reporter: _Reporter)
         seed=arguments.seed,
         observer=reporter,
         fuse=arguments.fuse,
+        without=arguments.without,
     )
     reporter.close()
     if not arguments.quiet:

@@ -44,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from zbcompile.compiler.stages import build_stages
     from zbcompile.passes.profile.counted import counted_profile
     from zbcompile.passes.profile.measure import measure
+    from zbcompile.passes.split.rewrites import skipped_from_environment
 
     device = None if arguments.device is None else device_named(arguments.device)
     build = factory.build if device is None else factory.build_without_weights
@@ -57,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
         loss_fn=made.loss_fn,
         verify=None if device is None else False,
         planned_for=device,
+        skip=skipped_from_environment(),
+        num_microbatches=arguments.microbatches,
     )
     for report in staged.reports:
         say(report)

@@ -23,6 +23,7 @@ from zbcompile.passes.capture.nested_values import Spec, unflatten
 from zbcompile.passes.capture.with_loss import loss_module, with_loss
 from zbcompile.passes.profile.measure import edges_of
 from zbcompile.passes.split.forward_only import ForwardStage, forward_stages
+from zbcompile.passes.split.rewrites import FOLD_MASKS
 from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.spec import PipelineSpec
@@ -97,7 +98,13 @@ class Evaluation:
         self.has_loss_fn = loss_fn is not None
         held = [(*s.parameters, *s.buffers) for s in trained_stages]
         self.staged = build_forward(
-            options.model, self.call.example, loss_fn, held, self.call.constants, options.fixed_branches
+            options.model,
+            self.call.example,
+            loss_fn,
+            held,
+            self.call.constants,
+            options.fixed_branches,
+            options.skip,
         )
         one = trained.comm.one_communicator
         order, problem = forward_order(self.staged.stages, trained.problem, count)
@@ -148,6 +155,7 @@ def build_forward(
     held: Sequence[Sequence[str]],
     constant: Collection[int] = (),
     fixed_branches: bool = False,
+    skip: Collection[str] = (),
 ) -> StagedForward:
     """Capture a model in evaluation mode and cut it as the trained stages are cut.
 
@@ -159,6 +167,8 @@ def build_forward(
         Flat positions of the tensors whose values become part of the graphs.
     fixed_branches
         As for `capture`.
+    skip
+        Names of rewrites to leave out; no other than `rewrites.FOLD_MASKS` plays a part here.
 
     Raises
     ------
@@ -175,7 +185,8 @@ def build_forward(
             constant=constant,
             fixed_branches=fixed_branches,
         )
-    fold_constant_masks(captured)
+    if FOLD_MASKS not in skip:
+        fold_constant_masks(captured)
     stages = forward_stages(captured, held)
     place = {p.name: (s.index, k) for s in stages for k, p in enumerate(s.outputs) if p.is_result}
     ports = tuple(place[name] for name in captured.results)

@@ -13,8 +13,9 @@ from pathlib import Path
 from torch.fx import GraphModule
 
 from zbcompile.passes.split.stage_graphs import Graphs, Port, StageGraphs
+from zbcompile.passes.torch_private import JointGraph
 
-__all__ = ["graph_text", "stage_files", "stage_text"]
+__all__ = ["graph_text", "joint_text", "stage_files", "stage_text"]
 
 
 def stage_files(stages: Sequence[StageGraphs]) -> list[tuple[Path, str]]:
@@ -65,6 +66,16 @@ def _ports(word: str, ports: Sequence[Port]) -> list[str]:
         + (", with gradient" if port.has_gradient else "")
         for port in ports
     ]
+
+
+def joint_text(joint: JointGraph) -> str:
+    """Return a joint graph as text, with the values of each role in comment lines.
+
+    The roles are what counts: the graph's own list of results is that of the trace.
+    """
+    roles = (("output", joint.outputs), ("changed", joint.mutations), ("gradient", joint.gradients))
+    lines = [f"# {role} {i}: {node.name}" for role, values in roles for i, node in sorted(values.items())]
+    return "\n".join(lines) + "\n" + graph_text(joint.module)
 
 
 def graph_text(module: GraphModule) -> str:

@@ -23,8 +23,8 @@ from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
 from zbcompile.schedule.held_gradients import held_bytes
 from zbcompile.schedule.ir import Kind, Placement, Schedule
+from zbcompile.schedule.memory import memory_peaks
 from zbcompile.schedule.problem import Problem
-from zbcompile.schedule.simulate import memory_peaks
 from zbcompile.schedule.solution import Solution
 
 __all__ = [

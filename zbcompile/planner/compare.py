@@ -41,6 +41,8 @@ class Comparison:
         its value.
     bound_ns
         No order at that memory is shorter.
+    lineage
+        How our order there came to be.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Comparison:
     fits: bool
     ours_ns: int
     bound_ns: int
+    lineage: tuple[str, ...] = ()
 
     @property
     def value_ns(self) -> int:
@@ -124,6 +127,7 @@ def compare(problem: Problem, *, seconds_per_row: float = 2.0, seed: int = 0) ->
             True,
             own.certificate.value_ns,
             own.certificate.bound_ns,
+            own.certificate.lineage,
         )
     ]
     for placement in placements(problem):
@@ -142,7 +146,7 @@ def _published(problem: Problem, seconds: float, seed: int) -> Iterator[Comparis
             ours = plan(same, time_limit_s=seconds, seed=seed).certificate
         except InfeasibleError:
             continue
-        better = min(ours.value_ns, timeline.value_ns)
+        better, lineage = min((ours.value_ns, ours.lineage), (timeline.value_ns, (f"classic {name}",)))
         yield Comparison(
             name,
             problem.placement.name,
@@ -154,6 +158,7 @@ def _published(problem: Problem, seconds: float, seed: int) -> Iterator[Comparis
             all(cap is None or peak <= cap for peak, cap in zip(peaks, problem.caps, strict=True)),
             better,
             ours.bound_ns,
+            lineage,
         )
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from zbcompile.errors import NoOrderError
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.instance import Codes, Fusing, Instance, shaped, to_schedule
 from zbcompile.planner.core.score import fits, value_of
+from zbcompile.planner.core.scorer import Score
 from zbcompile.planner.core.times import Clock
 from zbcompile.schedule.check import check
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Certificate, Solution
 
-__all__ = ["Incumbent", "PlanState", "Progress"]
+__all__ = ["Growable", "Incumbent", "Order", "PlanState", "Progress", "extended"]
 
 
 class PlanState(enum.Enum):
@@ -57,6 +59,50 @@ class Progress:
         return self.state is PlanState.INTERRUPTED
 
 
+class Growable(Protocol):
+    """An order whose middle repeats, so that it can be made for more microbatches."""
+
+    def grown(self, count: int) -> Codes | None:
+        """Return the order for ``count`` microbatches, or ``None`` if whole blocks do not make them up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order and how it came to be.
+
+    Attributes
+    ----------
+    codes
+        The order.
+    lineage
+        The parts of the portfolio that made it, the first from nothing, the others from the one before. An
+        entry is a part's name, and a remark after a blank where the part makes several kinds of orders
+        (``classic ZB-H1``). ``fused`` or ``split`` at the end: the choice of fusing gave it another shape.
+    score
+        Value in ns and tie-breaking score, where `zbcompile.planner.core.scorer` gave them: such orders join
+        the pool of orders to improve.
+    folded
+        The order with a middle that repeats, where it has one.
+    settles_tie
+        Whether it takes the place of a best order that is as long.
+    """
+
+    codes: Codes
+    lineage: tuple[str, ...]
+    score: Score | None = None
+    folded: Growable | None = None
+    settles_tie: bool = False
+
+    def then(self, name: str, codes: Codes, score: Score | None = None) -> Order:
+        """Return what a part made of this order."""
+        return Order(codes, extended(self.lineage, name), score)
+
+
+def extended(lineage: tuple[str, ...], name: str) -> tuple[str, ...]:
+    """Return the lineage with one more part; a part that goes on with its own order adds nothing."""
+    return lineage if lineage and lineage[-1].split(" ")[0] == name else (*lineage, name)
+
+
 class Incumbent:
     """The best order of one problem and the best bound: orders are offered, bounds raised.
 
@@ -79,9 +125,9 @@ class Incumbent:
         The problem, the same as plain tuples, and what times its orders.
     bound
         The best bound.
-    codes, value, origin
-        The best order, its value in ns and how it was found; ``None`` and empty before the first order.
-    pool
+    order, value
+        The best order and its value in ns; ``None`` before the first.
+    known
         Up to twelve (value, order) of different values, best first.
     """
 
@@ -99,10 +145,9 @@ class Incumbent:
         self.deadline = self.started + time_limit_s
         self.observer = observer
         self.clock, self.fusing = Clock.of(problem), fusing
-        self.codes: Codes | None = None
-        self.pool: list[tuple[int, Codes]] = []
+        self.order: Order | None = None
         self.value: int | None = None
-        self.origin = ""
+        self.known: list[tuple[int, Order]] = []
 
     @property
     def done(self) -> bool:
@@ -119,49 +164,57 @@ class Incumbent:
         """Time until the limit in seconds."""
         return self.deadline - time.monotonic()
 
+    @property
+    def codes(self) -> Codes | None:
+        """The best order, bare."""
+        return None if self.order is None else self.order.codes
+
+    @property
+    def lineage(self) -> tuple[str, ...]:
+        """How the best order came to be; empty before the first."""
+        return () if self.order is None else self.order.lineage
+
     def measure(self, codes: Codes) -> int | None:
-        """Return the value of an order in ns under the problem's transport, or ``None`` on deadlock."""
-        if self.problem.transport == "async":
-            return value_of(self.instance, codes)
-        return self.clock.value(codes)
+        """Return the value of an order in ns under the problem's send mode, or ``None`` on deadlock."""
+        if self.problem.sends.holds_rank:
+            return self.clock.value(codes)
+        return value_of(self.instance, codes)
 
-    def offer(self, codes: Codes | None, origin: str) -> bool:
-        """Take an order if it fits and is shorter than the best.
-
-        Parameters
-        ----------
-        codes
-            The order; ``None`` is never taken.
-        origin
-            How it was found, for people and files.
+    def offer(self, order: Order) -> bool:
+        """Take an order if it fits and is shorter than the best, or settles a tie with it.
 
         Returns
         -------
         bool
             Whether it was taken.
         """
-        given = codes
-        codes = None if given is None else shaped(given, self.fusing)
-        if codes is None or not fits(self.instance, codes):
+        codes = shaped(order.codes, self.fusing)
+        if not fits(self.instance, codes):
             return False
         value = self.measure(codes)
         if value is None:
             return False
-        if all(value != known for known, _ in self.pool):
-            self.pool = sorted([*self.pool, (value, codes)], key=lambda entry: entry[0])[:12]
+        if codes != order.codes:
+            name = "split" if self.fusing is Fusing.NEVER else "fused"
+            order = replace(order, codes=codes, lineage=(*order.lineage, name), score=None, folded=None)
+        if all(value != other for other, _ in self.known):
+            self.known = sorted([*self.known, (value, order)], key=lambda entry: entry[0])[:12]
+        if order.settles_tie and value == self.value and codes != self.codes:
+            self.order = order
+            return True
         if self.value is not None and value >= self.value:
             return False
-        if codes != given:
-            origin += ", split" if self.fusing is Fusing.NEVER else ", fused"
-        self.codes, self.value, self.origin = codes, value, origin
-        self.report(origin)
+        self.order, self.value = order, value
+        self.report(" > ".join(order.lineage))
         return True
 
-    def raise_bound(self, bound: Bound) -> None:
-        """Keep the better of two bounds."""
-        if bound.value_ns > self.bound.value_ns:
-            self.bound = bound
-            self.report(bound.method)
+    def raise_bound(self, bound: Bound) -> bool:
+        """Keep the better of two bounds; return whether it is the new one."""
+        if bound.value_ns <= self.bound.value_ns:
+            return False
+        self.bound = bound
+        self.report(bound.method)
+        return True
 
     def report(self, step: str, state: PlanState = PlanState.SEARCHING) -> None:
         """Tell the observer how far the search is."""
@@ -176,7 +229,9 @@ class Incumbent:
     def schedule(self) -> Schedule:
         """Return the best order with numbered microbatches. Raises `NoOrderError` if there is none."""
         if self.codes is None:
-            raise NoOrderError("no order was found in the time given", fix="raise the time limit")
+            raise NoOrderError(
+                "no order was found in the time given", fix="raise the time limit, or leave out fewer parts"
+            )
         return to_schedule(self.codes, self.problem)
 
     def solution(self) -> Solution:
@@ -185,10 +240,10 @@ class Incumbent:
         Its value was measured by the fast clocks, which equal `zbcompile.schedule.simulate` by test. Raises
         `NoOrderError` if there is no order.
         """
-        schedule, value = self.schedule(), self.value
+        schedule, value, bound = self.schedule(), self.value, self.bound
         assert value is not None
         check(schedule, self.problem)
         certificate = Certificate(
-            self.problem.objective, value, self.bound.value_ns, self.bound.method, self.bound.witness
+            self.problem.objective, value, bound.value_ns, bound.method, bound.witness, self.lineage
         )
-        return Solution(self.problem, schedule, certificate, origin=self.origin)
+        return Solution(self.problem, schedule, certificate, origin=" > ".join(self.lineage))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from zbcompile.errors import InfeasibleError, UsageError
@@ -163,6 +163,7 @@ def plan_auto(
     observer: Callable[[Progress], None] | None = None,
     fuse: str | Fusing = Fusing.AUTO,
     variants: bool = True,
+    without: Collection[str] = (),
 ) -> AutoResult:
     """Plan for every placement of the problem's stages on its ranks.
 
@@ -172,7 +173,7 @@ def plan_auto(
     ----------
     problem
         What to plan for; its own placement only says how many ranks there are.
-    time_limit_s, seed, observer, fuse, variants
+    time_limit_s, seed, observer, fuse, variants, without
         As in `zbcompile.planner.plan.plan`.
 
     Returns
@@ -206,7 +207,15 @@ def plan_auto(
         limit = max(0.2, left / (len(order) - k))
         relay.name = name
         try:
-            found = plan(here, time_limit_s=limit, seed=seed, observer=relay, fuse=fusing, variants=variants)
+            found = plan(
+                here,
+                time_limit_s=limit,
+                seed=seed,
+                observer=relay,
+                fuse=fusing,
+                variants=variants,
+                without=without,
+            )
         except InfeasibleError as error:
             refused = refused or error
             tried.append(Tried(here.placement, name, None, None, error.what))

@@ -20,6 +20,7 @@ from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.incumbent import PlanState, Progress
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.least_memory import check_caps
+from zbcompile.schedule.memory import uses_of
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Certificate, Solution
 
@@ -328,15 +329,13 @@ def _rank(
 
 
 def _leanest(profile: Profile, fusing: bool) -> Assignment:
-    """Return per stage the variant with the fewest saved bytes, or with M_W where it must split."""
-
-    def held(way: StageCost) -> int:
-        return way.saved_bytes if fusing else max(way.saved_bytes, way.saved_for_weight_bytes)
+    """Return per stage the variant whose microbatch needs the fewest bytes by itself."""
 
     result = []
     for stage in profile.stages:
-        ways = (stage, *stage.variants)
-        result.append(min(range(len(ways)), key=lambda k: (held(ways[k]), ways[k].saved_bytes, k)))
+        ways = [uses_of(way) for way in (stage, *stage.variants)]
+        held = [(way.alone(fusing=fusing), way.alone(fusing=True)) for way in ways]
+        result.append(held.index(min(held)))
     return tuple(result)
 
 
@@ -344,6 +343,11 @@ def _certified(solution: Solution, assignment: Assignment, bound: Bound, offered
     """Return the solution with the certificate that holds over all assignments."""
     value = solution.certificate.value_ns
     certificate = Certificate(
-        solution.certificate.objective, value, min(bound.value_ns, value), bound.method, bound.witness
+        solution.certificate.objective,
+        value,
+        min(bound.value_ns, value),
+        bound.method,
+        bound.witness,
+        solution.certificate.lineage,
     )
     return replace(solution, certificate=certificate, variants=assignment, offered=offered)

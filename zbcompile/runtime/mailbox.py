@@ -105,15 +105,18 @@ class Mailbox:
         self._unsettled.append(ticket)
         self._unsettled_sends.append(ticket)
 
-    def settle(self) -> Waits:
-        """Wait until everything posted since the last settle has arrived."""
-        tickets, self._unsettled, self._unsettled_sends = self._unsettled, [], []
+    def settle(self, under_way: int = 0) -> Waits:
+        """Wait until all unsettled sends and receives have arrived, but for the newest ``under_way``."""
+        due = max(0, len(self._unsettled) - under_way)
+        tickets, self._unsettled, self._unsettled_sends = self._unsettled[:due], self._unsettled[due:], []
         yield Wait(tickets)
 
-    def settle_sends(self) -> Waits:
-        """Wait until the sends posted since the last settle have arrived."""
-        tickets, self._unsettled, self._unsettled_sends = self._unsettled_sends, [], []
-        yield Wait(tickets)
+    def settle_sends(self, under_way: int = 0) -> Waits:
+        """Wait until all unsettled sends have arrived, but for the newest ``under_way``."""
+        due = max(0, len(self._unsettled_sends) - under_way)
+        sends, self._unsettled = self._unsettled_sends, []
+        self._unsettled_sends = sends[due:]
+        yield Wait(sends[:due])
 
     def wait_sent(self) -> Waits:
         """Wait until every send of this rank has arrived."""

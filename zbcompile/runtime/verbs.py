@@ -157,13 +157,13 @@ class Rank:
         """Post the send of a gradient; wait only while all send slots of the channel are taken."""
         return self._mailbox.send((True, stage, target, microbatch))
 
-    def settle(self) -> Waits:
-        """Wait until all that was posted since the last settle has arrived (send mode ``batched``)."""
-        return self._mailbox.settle()
+    def settle(self, under_way: int = 0) -> Waits:
+        """Wait until all that was posted and not waited for has arrived, but for the newest ``under_way``."""
+        return self._mailbox.settle(under_way)
 
-    def settle_sends(self) -> Waits:
-        """Wait until the sends posted since the last settle have arrived (send mode ``rendezvous``)."""
-        return self._mailbox.settle_sends()
+    def settle_sends(self, under_way: int = 0) -> Waits:
+        """Wait until the sends posted and not waited for have arrived, but for the newest ``under_way``."""
+        return self._mailbox.settle_sends(under_way)
 
     # Verbs: the end of a step.
 

@@ -11,10 +11,11 @@ from zbcompile.errors import CheckError
 from zbcompile.schedule.communication import lowered
 from zbcompile.schedule.event_graph import EventGraph, describe_wait
 from zbcompile.schedule.ir import Action, Kind, Schedule
+from zbcompile.schedule.memory import memory_during
 from zbcompile.schedule.messages import Message
 from zbcompile.schedule.positions import Key, Positions
 from zbcompile.schedule.problem import Problem
-from zbcompile.schedule.simulate import Timeline, memory_after, timeline_of
+from zbcompile.schedule.simulate import Timeline, timeline_of
 
 __all__ = ["check", "checked_times", "faults", "is_well_formed", "judge"]
 
@@ -279,7 +280,7 @@ def _memory(schedule: Schedule, problem: Problem) -> list[CheckError]:
     for rank, cap in enumerate(problem.caps):
         if cap is None:
             continue
-        for k, held in enumerate(memory_after(schedule, problem, rank)):
+        for k, held in enumerate(memory_during(schedule, problem, rank)):
             if held > cap:
                 action = schedule.order[rank][k]
                 found.append(

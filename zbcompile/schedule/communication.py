@@ -8,12 +8,12 @@ Rules (the event graph of `zbcompile.schedule.event_graph` proves each order):
   order of their target stages.
 * Receives of a channel (a directed pair of ranks) are posted in the order in which the *sender* sends, never
   in the order of use.
-* ``async`` and ``rendezvous``: the receive of a channel's k-th message is posted right after the action that
-  used message k - depth, and in any case before the first use of a later message.
-* ``rendezvous``: receives are posted before the sends at the same place, so that a rank that a send holds up
-  is already open for its peers.
-* ``batched``: a receive joins the exchange right before its use. An activation's receive moves further back,
-  across the W's directly before its use, to the exchange that sends a gradient (Megatron's
+* The receive of a channel's k-th message is posted right after the action that used message k - depth, and in
+  any case before the first use of a later message.
+* Where the send mode wants receives first, they are posted before the sends at the same place, so that a rank
+  that a send holds up is already open for its peers.
+* Where receives join exchanges, a receive is posted right before its use. An activation's receive moves
+  further back, across the W's directly before its use, to the exchange that sends a gradient (Megatron's
   ``send_backward_recv_forward``). No action waits for a W, so this makes no order deadlock.
 * One communicator for all channels (`insert_in_total_order`): all messages have one global order, by planned
   start, and every rank posts its sends and receives in that order. No circle of waits is possible, but a
@@ -32,16 +32,13 @@ from zbcompile.schedule.messages import Message, messages_of
 from zbcompile.schedule.positions import Positions
 from zbcompile.schedule.problem import Problem
 
-__all__ = ["RECEIVE_DEPTH", "insert_communication", "insert_in_total_order", "lowered", "post_slots"]
-
-RECEIVE_DEPTH = 2
-"""Receives posted ahead per channel. Two cost no time against unbounded buffers (docs/runtime.md)."""
+__all__ = ["insert_communication", "insert_in_total_order", "lowered", "post_slots"]
 
 
 def lowered(schedule: Schedule, problem: Problem) -> Schedule:
     """Return an order in the form that an `EventGraph` of the problem's send mode takes.
 
-    A compute-only order under ``rendezvous`` or ``batched`` gets its sends and receives; every other order is
+    A compute-only order gets its sends and receives where sends hold their rank; every other order is
     returned as it is.
 
     Raises
@@ -49,18 +46,19 @@ def lowered(schedule: Schedule, problem: Problem) -> Schedule:
     CheckError
         An action that a message needs is missing.
     """
-    if problem.transport == "async" or schedule.has_communication:
+    if schedule.has_communication or not problem.sends.holds_rank:
         return schedule
     return insert_communication(schedule, problem)
 
 
-def insert_communication(schedule: Schedule, problem: Problem, depth: int = RECEIVE_DEPTH) -> Schedule:
+def insert_communication(schedule: Schedule, problem: Problem, depth: int | None = None) -> Schedule:
     """Put the sends and receives into an order, in place of those that it has.
 
     Parameters
     ----------
     depth
-        Receives posted ahead per channel; ``batched`` does not use it.
+        Receives posted ahead per channel; that of the send mode if left out. Where receives join exchanges it
+        is not used.
 
     Raises
     ------
@@ -70,35 +68,37 @@ def insert_communication(schedule: Schedule, problem: Problem, depth: int = RECE
     schedule = schedule.compute_only()
     _check_ranks(schedule, problem)
     positions = Positions(schedule)
-    rank_of, batched = problem.placement.rank_of, problem.transport == "batched"
+    rank_of, mode = problem.placement.rank_of, problem.sends
+    if depth is None or mode.joins_exchange:
+        depth = mode.receive_depth
     sends: dict[int, list[Message]] = {}
     channels: dict[tuple[int, int], list[tuple[int, int, int, Message]]] = {}
     for message, producer, user in _uses(problem, positions):
         backward, source, target, _ = message
         sends.setdefault(producer, []).append(message)
         use = positions.position[user]
-        if batched and not backward:
+        if mode.joins_exchange and not backward:
             use = _before_weights(schedule.order[rank_of[target]], use)
         channel = channels.setdefault((rank_of[source], rank_of[target]), [])
         channel.append((positions.position[producer], target, use, message))
     receives: list[dict[int, list[Action]]] = [{} for _ in schedule.order]
     for (_, target), sent in sorted(channels.items()):
         sent.sort(key=itemgetter(0, 1))
-        slots = post_slots([use for _, _, use, _ in sent], 0 if batched else depth)
+        slots = post_slots([use for _, _, use, _ in sent], depth)
         for slot, (_, _, _, message) in zip(slots, sent, strict=True):
             receives[target].setdefault(slot, []).append(message.recv)
-    order, posts_first = [], problem.transport == "rendezvous"
+    order = []
     for rank, row in enumerate(schedule.order):
         posted, first = receives[rank], positions.base[rank]
         line: list[Action] = list(posted.get(0, ()))
         for k, action in enumerate(row):
             line.append(action)
             messages, posted_here = sends.get(first + k), posted.get(k + 1, ())
-            if posts_first:
+            if mode.receives_first:
                 line += posted_here
             if messages:
                 line += [m.send for m in sorted(messages, key=itemgetter(2))]
-            if not posts_first:
+            if not mode.receives_first:
                 line += posted_here
         order.append(line)
     return Schedule.of(schedule.placement, schedule.num_microbatches, order)

@@ -5,14 +5,9 @@ says: b starts at least w ns after a started. A message's transfer starts when b
 are posted and the message before it on the channel has left. A channel is a directed pair of ranks, first in,
 first out.
 
-What a rank does at a communication action depends on the problem's send mode:
-
-    async       the rank posts sends and receives and goes on; with S send slots, posting the k-th send of a
-                channel waits until the (k-S)-th has arrived
-    rendezvous  a send holds its rank until the message has arrived; receives are only posted
-    batched     the communication actions between two compute actions are one exchange: all are posted
-                together and all must finish before the rank goes on (`zbcompile.schedule.communication`
-                chooses which receives join which exchange)
+A rank posts its sends and receives and goes on. Before which actions it then waits for which of them, the
+problem's send mode says (`zbcompile.schedule.semantics`). With S send slots, posting the k-th send of a
+channel waits until the (k-S)-th has arrived.
 
 The step ends on every timing if and only if this graph has no cycle: ranks do not branch and no receive has a
 choice of messages. Its longest path is the time of the step.
@@ -90,8 +85,8 @@ class EventGraph:
     Parameters
     ----------
     schedule
-        The order. Under ``async`` it may be compute-only: then messages leave at once and no receive needs to
-        be posted. Under the other send modes it must contain its sends and receives
+        The order. Where sends hold no rank it may be compute-only: then messages leave at once and no receive
+        needs to be posted. Under the other send modes it must contain its sends and receives
         (`zbcompile.schedule.communication.lowered`).
     problem
         Costs, links and send mode.
@@ -252,21 +247,20 @@ class EventGraph:
         for nodes in self.node_of:
             for before in nodes[:-1]:
                 successors[before].append((before + 1, duration[before]))
-        if self.problem.transport != "async":
+        if self.problem.sends.holds_rank:
             self._add_holds()
 
     def _add_holds(self) -> None:
-        """Hold a rank until its last send has arrived (rendezvous), or all of its exchange (batched)."""
-        rendezvous = self.problem.transport == "rendezvous"
+        """Hold every rank where its send mode says, until what it waits for has arrived."""
+        sends, transfer_of, duration = self.problem.sends, self.transfer_of, self.duration
         for nodes, row in zip(self.node_of, self.schedule.order, strict=True):
-            pending: list[int] = []
-            for node, action in zip(nodes, row, strict=True):
-                if action.kind.is_compute or rendezvous:
-                    for transfer in pending:
-                        self._edge(transfer, node, self.duration[transfer])
-                    pending = []
-                if action.kind.is_send or not (action.kind.is_compute or rendezvous):
-                    pending.append(self.transfer_of[node])
+            first = nodes.start
+            for position, posts in sends.settles(row):
+                if position == len(row):  # the end of a step holds nothing up
+                    continue
+                for post in posts:
+                    transfer = transfer_of[first + post]
+                    self._edge(transfer, first + position, duration[transfer])
 
     def _add_data(self) -> None:
         """Add what actions wait for by the rules, without edges that their rank's order implies."""
@@ -317,10 +311,10 @@ class EventGraph:
                 yield _Need(made_by, before.kind, before.stage, lag)
                 continue
             if not self._explicit:
-                if self.problem.transport != "async":
+                if self.problem.sends.holds_rank:
                     raise UsageError(
                         "an order without sends and receives has no times under this send mode",
-                        needed="async",
+                        needed="a send mode that holds no rank",
                         given=self.problem.transport,
                         fix="put them in with zbcompile.schedule.communication.lowered",
                     )

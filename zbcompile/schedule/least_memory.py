@@ -42,7 +42,7 @@ def least_headroom(problem: Problem, rank: int, *, fusing: bool = True) -> int:
 def _least_alone(one: OneMicrobatch, rank: int, own: Sequence[int], states: int) -> int:
     """Return the least bytes of a rank with which an order fits, the others without limit."""
     if len(own) == 1:
-        return max(one.saved[own[0]], one.pending[own[0]])
+        return one.alone(own[0])
     least = _least(one, [None] * one.num_ranks, rank, states)
     assert least is not None
     return least

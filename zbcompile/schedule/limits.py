@@ -10,6 +10,7 @@ from collections import Counter
 
 from zbcompile.errors import UsageError
 from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.memory import uses_of
 from zbcompile.schedule.problem import Problem
 
 __all__ = [
@@ -75,12 +76,12 @@ def check_plannable(problem: Problem, where: str = "") -> None:
             given=stages,
             fix="join neighbouring stages",
         )
-    free = problem.transport == "async"
-    cells = MOST_CELLS if free else MOST_BLOCKING_CELLS
+    holding = problem.sends.holds_rank
+    cells = MOST_BLOCKING_CELLS if holding else MOST_CELLS
     if stages * count > cells:
         raise UsageError(
             "too many stages times microbatches to plan for"
-            + ("" if free else f" under {problem.transport}"),
+            + (f" under {problem.transport}" if holding else ""),
             where=where,
             needed=f"at most {cells}",
             given=f"{stages} x {count} = {stages * count}",
@@ -125,7 +126,9 @@ def check_amounts(profile: Profile, num_microbatches: int, where: str = "") -> N
             given=f"{total} ns",
             fix="give times in nanoseconds; 2^53 - 1 of them are 104 days",
         )
-    held = num_microbatches * sum(max(map(_most_bytes, (s, *s.variants))) for s in profile.stages)
+    held = num_microbatches * sum(
+        max(uses_of(way).all_taken for way in (s, *s.variants)) for s in profile.stages
+    )
     held += sum(stage.static_bytes for stage in profile.stages)
     if held > _MAX_HELD_BYTES:
         raise UsageError(
@@ -138,10 +141,6 @@ def check_amounts(profile: Profile, num_microbatches: int, where: str = "") -> N
 
 def _longest_ns(way: StageCost) -> int:
     return way.forward_ns + max(way.backward_input_ns + way.backward_weight_ns, way.full_backward_ns)
-
-
-def _most_bytes(way: StageCost) -> int:
-    return way.saved_bytes + way.saved_for_weight_bytes
 
 
 def _travel_ns(profile: Profile) -> int:

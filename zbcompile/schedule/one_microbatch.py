@@ -5,7 +5,7 @@ that fits. And such an order, run once per microbatch, fits for any number of th
 some order exactly if they do so for one microbatch.
 
 A step is the F of a stage or its backward, BW or B directly followed by W: both at once, or W at once, holds
-least. F adds M_B; the backward takes it away, and a B that does not fuse holds M_W until its W ends.
+least. What a step takes and gives back is the rule of `zbcompile.schedule.memory`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zbcompile.schedule.memory import Memory
 from zbcompile.schedule.problem import Problem
 
 __all__ = ["MOST_STATES", "Fit", "OneMicrobatch", "Step"]
@@ -55,37 +56,60 @@ class OneMicrobatch:
     ----------
     rank_of
         The rank of every stage.
-    saved
-        M_B per stage in bytes.
-    pending
-        Bytes per stage that its backward holds for W: 0 where it may fuse, else M_W.
+    change, peak
+        Per step, bytes held after it and most bytes held while it runs, less those held before it. The F of
+        stage s is step s, its backward step S + s.
     forward_from, backward_from
         Per stage, the stages whose F its F, or whose backward its backward, waits for.
     """
 
     rank_of: tuple[int, ...]
-    saved: tuple[int, ...]
-    pending: tuple[int, ...]
+    change: tuple[int, ...]
+    peak: tuple[int, ...]
     forward_from: tuple[tuple[int, ...], ...]
     backward_from: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def of(problem: Problem, *, fusing: bool = True) -> OneMicrobatch:
         """Collect them from a problem; ``fusing``: whether backwards may be fused."""
-        stages = problem.profile.stages
+        stages = range(problem.num_stages)
         forward: list[list[int]] = [[] for _ in stages]
         backward: list[list[int]] = [[] for _ in stages]
         for edge in problem.profile.edges:
             forward[edge.target].append(edge.source)
             if edge.has_gradient:
                 backward[edge.source].append(edge.target)
-        return OneMicrobatch(
+        return OneMicrobatch.under(
+            Memory.of(problem),
             problem.placement.rank_of,
-            tuple(stage.saved_bytes for stage in stages),
-            tuple(0 if fusing else stage.saved_for_weight_bytes for stage in stages),
             tuple(map(tuple, forward)),
             tuple(map(tuple, backward)),
+            fusing=fusing,
         )
+
+    @staticmethod
+    def under(
+        memory: Memory,
+        rank_of: tuple[int, ...],
+        forward_from: tuple[tuple[int, ...], ...],
+        backward_from: tuple[tuple[int, ...], ...],
+        *,
+        fusing: bool,
+    ) -> OneMicrobatch:
+        """Take them as they are, with the steps' bytes from the rule for memory."""
+        backward = [uses.backward(fusing=fusing) for uses in memory.uses]
+        return OneMicrobatch(
+            rank_of,
+            (*(uses.forward.change for uses in memory.uses), *(change for change, _ in backward)),
+            (*(uses.forward.peak for uses in memory.uses), *(peak for _, peak in backward)),
+            forward_from,
+            backward_from,
+        )
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.rank_of)
 
     @property
     def num_ranks(self) -> int:
@@ -101,9 +125,9 @@ class OneMicrobatch:
         """Return the most bytes that every rank holds along an order."""
         held, peak = [0] * self.num_ranks, [0] * self.num_ranks
         for backward, s in order:
-            rank = self.rank_of[s]
-            held[rank] += -self.saved[s] if backward else self.saved[s]
-            peak[rank] = max(peak[rank], held[rank] + (self.pending[s] if backward else 0))
+            rank, step = self.rank_of[s], s + self.num_stages * backward
+            peak[rank] = max(peak[rank], held[rank] + self.peak[step])
+            held[rank] += self.change[step]
         return peak
 
     def fit(
@@ -128,8 +152,8 @@ class OneMicrobatch:
     def forced_bytes(self, rank: int) -> int:
         """Return bytes that a rank holds at once in every order.
 
-        When a step starts, here or on any rank, the M_B of each stage is held whose F comes before and whose
-        backward comes no sooner in every order.
+        When a step starts, here or on any rank, what F leaves is held of each stage whose F comes before and
+        whose backward comes no sooner in every order.
         """
         count = len(self.rank_of)
         before = [0] * (2 * count)
@@ -141,12 +165,12 @@ class OneMicrobatch:
             for target in self.backward_from[s]:
                 before[count + s] |= before[count + target] | 1 << count + target
         own = [s for s in range(count) if self.rank_of[s] == rank]
-        whole = sum(self.saved[s] for s in own)
-        most = max(max(self.saved[s], self.pending[s]) for s in own)
+        whole = sum(self.change[s] for s in own)
+        most = max(self.alone(s) for s in own)
         for step in (*range(count - 1, -1, -1), *range(count, 2 * count)):
             started = before[step] | (1 << step if step < count else 0)
             held = sum(
-                self.saved[t]
+                self.change[t]
                 for t in own
                 if started >> t & 1 and (count + t == step or before[count + t] >> step & 1)
             )
@@ -154,6 +178,11 @@ class OneMicrobatch:
             if held == whole:
                 break
         return most
+
+    def alone(self, stage: int) -> int:
+        """Return the bytes that a stage needs by itself."""
+        backward = self.num_stages + stage
+        return max(self.peak[stage], self.change[stage] + self.peak[backward])
 
 
 Trail = tuple[int, "Trail"] | None
@@ -197,11 +226,11 @@ class _Search:
         self.count = count = len(one.rank_of)
         whole = [0] * one.num_ranks
         for s, rank in enumerate(one.rank_of):
-            whole[rank] += one.saved[s]
-        pending = max(one.pending, default=0)
-        self.limit = [whole[r] + pending if h is None else h for r, h in enumerate(headroom)]
-        self.roomy = [limit >= whole[r] + pending for r, limit in enumerate(self.limit)]
-        self.only_frees = all(w <= b for w, b in zip(one.pending, one.saved, strict=True))
+            whole[rank] += one.change[s]
+        extra = max(*(one.peak[s] - one.change[s] for s in range(count)), *one.peak[count:])
+        self.limit = [whole[r] + extra if h is None else h for r, h in enumerate(headroom)]
+        self.roomy = [limit >= whole[r] + extra for r, limit in enumerate(self.limit)]
+        self.only_frees = not any(one.peak[count:])
         self.waits = [0] * (2 * count)
         self.after: list[list[int]] = [[] for _ in range(2 * count)]
         for s in range(count):
@@ -217,12 +246,10 @@ class _Search:
 
     def _fits(self, node: int, held: Sequence[int]) -> bool:
         """Return whether a step fits, and note what it lacks on the watched rank."""
-        backward, s = node >= self.count, node % self.count
-        rank = self.one.rank_of[s]
-        change = self.one.pending[s] - self.one.saved[s] if backward else self.one.saved[s]
-        if change <= 0 and backward:
+        rank, peak = self.one.rank_of[node % self.count], self.one.peak[node]
+        if peak == 0 and node >= self.count:
             return True
-        needed = held[rank] + change
+        needed = held[rank] + peak
         if needed <= self.limit[rank]:
             return True
         if rank == self.watched and (self.next_bytes is None or needed < self.next_bytes):
@@ -246,11 +273,10 @@ class _Search:
                 if not queue:
                     return _State(done, tuple(held), frozenset(ready), trail)
             n = queue.pop()
-            s = n % count
             done |= 1 << n
             ready.discard(n)
             trail = (n, trail)
-            held[one.rank_of[s]] += one.saved[s] if n < count else -one.saved[s]
+            held[one.rank_of[n % count]] += one.change[n]
             for other in self.after[n]:
                 if self.waits[other] & ~done == 0:
                     ready.add(other)

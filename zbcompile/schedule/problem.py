@@ -9,17 +9,17 @@ from typing import Literal, TypedDict, TypeVar, Unpack
 from zbcompile.errors import UsageError
 from zbcompile.schedule.costs import Edge, Profile
 from zbcompile.schedule.ir import MAX_COUNT, Placement
+from zbcompile.schedule.semantics import SEND_MODES, SendMode, send_mode
 
-__all__ = ["OBJECTIVES", "TRANSPORTS", "Objective", "Problem", "SendMode"]
+__all__ = ["OBJECTIVES", "TRANSPORTS", "Objective", "Problem"]
 
 Objective = Literal["span", "makespan"]
 """What to make short: max over ranks of (last end - first start), or first start to last end of all ranks."""
 
-SendMode = Literal["async", "rendezvous", "batched"]
-"""What a send does to its rank; see `Problem`."""
-
 OBJECTIVES: tuple[Objective, ...] = ("span", "makespan")
-TRANSPORTS: tuple[SendMode, ...] = ("async", "rendezvous", "batched")
+TRANSPORTS = tuple(mode.name for mode in SEND_MODES)
+"""Names of the send modes; the first is the default."""
+
 Choice = TypeVar("Choice", bound=str)
 
 
@@ -31,7 +31,7 @@ class _Changes(TypedDict, total=False):
     num_microbatches: int
     caps: tuple[int | None, ...]
     objective: Objective
-    transport: SendMode
+    transport: str
 
 
 def _chosen(name: str, given: str, choices: Sequence[Choice]) -> Choice:
@@ -59,9 +59,7 @@ class Problem:
         ``span`` (max over ranks of last end - first start) or ``makespan`` (first start to last end over all
         ranks).
     transport
-        The send mode. ``async``: a send never holds up its rank. ``rendezvous``: the rank waits at its next
-        send until the one before it is received. ``batched``: a send is exchanged together with the next
-        receive, in the same blocking call.
+        Name of the send mode (`zbcompile.schedule.semantics`): what a send does to its rank.
 
     Raises
     ------
@@ -78,7 +76,7 @@ class Problem:
     num_microbatches: int
     caps: tuple[int | None, ...] = ()
     objective: Objective = "span"
-    transport: SendMode = "async"
+    transport: str = TRANSPORTS[0]
 
     def __post_init__(self) -> None:
         stages, ranks = self.placement.num_stages, self.placement.num_ranks
@@ -98,7 +96,7 @@ class Problem:
             if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or cap < 0):
                 raise UsageError("a cap is a whole number of bytes", where=f"rank {rank}", given=cap)
         _chosen("objective", self.objective, OBJECTIVES)
-        _chosen("transport", self.transport, TRANSPORTS)
+        send_mode(self.transport)
 
     @staticmethod
     def of(
@@ -107,7 +105,7 @@ class Problem:
         num_microbatches: int = 1,
         cap: int | Sequence[int | None] | None = None,
         objective: str = "span",
-        transport: str = "async",
+        transport: str = TRANSPORTS[0],
     ) -> Problem:
         """Build a problem with the usual defaults.
 
@@ -134,12 +132,17 @@ class Problem:
             num_microbatches,
             caps,
             _chosen("objective", objective, OBJECTIVES),
-            _chosen("transport", transport, TRANSPORTS),
+            transport,
         )
 
     def with_(self, **changes: Unpack[_Changes]) -> Problem:
         """Return a copy with some fields changed."""
         return replace(self, **changes)
+
+    @property
+    def sends(self) -> SendMode:
+        """The send mode itself: what a send does to its rank."""
+        return send_mode(self.transport)
 
     @property
     def num_ranks(self) -> int:

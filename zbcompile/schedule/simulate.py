@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 from zbcompile.errors import CheckError
 from zbcompile.schedule.communication import lowered
 from zbcompile.schedule.event_graph import EventGraph, describe_wait
-from zbcompile.schedule.ir import Kind, Schedule
+from zbcompile.schedule.ir import Schedule
+from zbcompile.schedule.memory import memory_after, memory_peaks
 from zbcompile.schedule.problem import Objective, Problem
 
-__all__ = ["Timeline", "memory_after", "memory_peaks", "simulate", "timeline_of"]
+__all__ = ["Timeline", "simulate", "timeline_of"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Timeline:
         Per rank, how late its first action may start with all ends kept, in ns.
     memory
         Per rank and position, bytes held right after the action began (F) or ended (others), static bytes
-        included.
+        included (`zbcompile.schedule.memory`).
     """
 
     schedule: Schedule
@@ -81,9 +81,7 @@ class Timeline:
     @cached_property
     def peak_bytes(self) -> tuple[int, ...]:
         """Highest memory per rank, in bytes."""
-        return tuple(
-            max(row, default=self.problem.static_bytes(rank)) for rank, row in enumerate(self.memory)
-        )
+        return tuple(memory_peaks(self.schedule, self.problem))
 
     @cached_property
     def _busy(self) -> tuple[int, ...]:
@@ -107,35 +105,6 @@ class Timeline:
         """
         whole = self.length_ns(objective or self.problem.objective)
         return 1.0 - max(self._busy) / whole if whole else 0.0
-
-
-def memory_after(schedule: Schedule, problem: Problem, rank: int) -> list[int]:
-    """Return the bytes held on a rank after each of its actions, static bytes included.
-
-    Notes
-    -----
-    A prefix sum over the order: +M_B at the start of F, -M_B + M_W at B, -M_W at W, -M_B at BW.
-    """
-    row, stages = schedule.order[rank], problem.profile.stages
-    change = {
-        s: {
-            Kind.FORWARD: stages[s].saved_bytes,
-            Kind.BACKWARD_INPUT: stages[s].saved_for_weight_bytes - stages[s].saved_bytes,
-            Kind.BACKWARD_WEIGHT: -stages[s].saved_for_weight_bytes,
-            Kind.FULL_BACKWARD: -stages[s].saved_bytes,
-        }
-        for s in {action.stage for action in row}
-    }
-    changes = (change[a.stage][a.kind] if a.kind.is_compute else 0 for a in row)
-    return list(accumulate(changes, initial=problem.static_bytes(rank)))[1:]
-
-
-def memory_peaks(schedule: Schedule, problem: Problem) -> list[int]:
-    """Return the highest memory per rank in bytes, from the order alone."""
-    return [
-        max([problem.static_bytes(rank), *memory_after(schedule, problem, rank)])
-        for rank in range(schedule.num_ranks)
-    ]
 
 
 def simulate(schedule: Schedule, problem: Problem) -> Timeline:

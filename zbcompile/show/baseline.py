@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from zbcompile.schedule.coarsen import coarsened
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
+from zbcompile.schedule.memory import uses_of
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, simulate
 
@@ -60,9 +61,9 @@ def one_f_one_b(problem: Problem) -> Baseline:
     rows: list[list[Action]] = []
     most = m
     for rank in range(p):
-        headroom, saved = coarse.headroom(rank), coarse.profile.stages[rank].saved_bytes
-        fits = m if headroom is None or saved == 0 else headroom // saved
-        if fits < 1 or (headroom is not None and headroom < 0):
+        headroom, uses = coarse.headroom(rank), uses_of(coarse.profile.stages[rank])
+        fits = m if headroom is None else uses.most_in_flight(headroom, m)
+        if fits < 1:
             return Baseline(None, f"one microbatch does not fit on rank {rank}")
         most = min(most, fits)
         rows.append(_row(rank, min(p - rank, most), m))

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zbcompile.planner.compare import Comparison, verdict
-from zbcompile.show.units import format_bytes, percent, time_unit
+from zbcompile.show.units import format_bytes, found_by, percent, time_unit
 
 __all__ = ["comparison_json", "comparison_table"]
 
@@ -49,6 +49,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Group:
         f"times in {unit.name}; bubble of the {objective}; peak of the fullest rank; fits: under the caps\n"
         f"ours there: our {objective}, every rank's cap at that order's peak; gap left: to the proved bound"
     )
+    note += "".join(f"\n{row.name}: {found_by(row.lineage)}" for row in rows if row.is_ours and row.lineage)
     return Group(Text(verdict(list(rows)), style="bold"), Text(), table, Text(), Text(note, style="dim"))
 
 
@@ -76,6 +77,7 @@ def comparison_json(rows: Sequence[Comparison]) -> dict[str, object]:
                 "fits": row.fits,
                 "ours_ns": row.ours_ns,
                 "bound_ns": row.bound_ns,
+                "ours_lineage": list(row.lineage),
             }
             for row in rows
         ],

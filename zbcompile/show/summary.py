@@ -15,7 +15,7 @@ from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, simulate
 from zbcompile.schedule.solution import Certificate
 from zbcompile.show.baseline import Baseline, one_f_one_b
-from zbcompile.show.units import TimeUnit, format_bytes, percent, time_unit
+from zbcompile.show.units import TimeUnit, format_bytes, found_by, percent, time_unit
 
 __all__ = [
     "Proof",
@@ -23,6 +23,7 @@ __all__ = [
     "gradients_line",
     "headline",
     "measured_to_json",
+    "origin_words",
     "proof_line",
     "remarks",
     "summarize",
@@ -179,6 +180,14 @@ def proof_line(summary: Summary) -> str:
     )
 
 
+def origin_words(summary: Summary) -> str:
+    """Say which parts of the planner found the order, or what the file says of its origin."""
+    certificate = summary.certificate
+    if certificate is None or not certificate.lineage:
+        return summary.origin
+    return found_by(certificate.lineage)
+
+
 def gradients_line(summary: Summary) -> str:
     """Say which gradients of weights the order holds beyond its plan; empty for most orders: none."""
     held = held_words(held_sets(summary.timeline.schedule))
@@ -212,6 +221,7 @@ def to_json(summary: Summary) -> dict[str, object]:
             "gap": certificate.gap,
             "status": certificate.status,
             "method": certificate.method,
+            "lineage": list(certificate.lineage),
             "speaks_of_this_order": summary.proof is not Proof.OTHER_VALUE,
         },
         "one_f_one_b": {

@@ -24,6 +24,7 @@ from zbcompile.show.summary import (
     headline,
     kind_means,
     memory_text,
+    origin_words,
     proof_line,
 )
 from zbcompile.show.units import percent, ticks
@@ -151,8 +152,8 @@ class _Drawing:
             _count(problem.num_microbatches, "microbatch", "microbatches"),
             f"{problem.transport} sends",
         ]
-        if summary.origin:
-            words.append(summary.origin)
+        if origin := origin_words(summary):
+            words.append(origin)
         if not summary.has_profile:
             words.append("no profile: F = B = W = 1 unit")
         yield self._line(" · ".join(words), _DIM)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["TimeUnit", "format_bytes", "percent", "ticks", "time_unit"]
+__all__ = ["TimeUnit", "format_bytes", "found_by", "percent", "ticks", "time_unit"]
 
 _TIMES = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns"))
 _BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -67,6 +68,11 @@ def format_bytes(count: int) -> str:
 def percent(share: float, digits: int = 1) -> str:
     """Write a share as per cent: ``8.1 %``."""
     return f"{100 * share:.{digits}f} %"
+
+
+def found_by(lineage: Sequence[str]) -> str:
+    """Write how an order came to be: ``found by v_list > fold > anneal``."""
+    return f"found by {' > '.join(lineage)}"
 
 
 def ticks(first_ns: int, last_ns: int, most: int) -> list[int]:

@@ -27,8 +27,9 @@ from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.event_graph import EventGraph
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
+from zbcompile.schedule.memory import memory_peaks
 from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS, Problem
-from zbcompile.schedule.simulate import memory_peaks, simulate, timeline_of
+from zbcompile.schedule.simulate import simulate, timeline_of
 from zbcompile.schedule.solution import Certificate
 
 _KIND_OF = {

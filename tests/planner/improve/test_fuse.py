@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -28,11 +29,13 @@ from zbcompile.planner.core.instance import (
 )
 from zbcompile.planner.core.score import fits
 from zbcompile.planner.core.times import Clock
-from zbcompile.planner.improve.fuse import improve_fusing
+from zbcompile.planner.improve.fuse import SplitOrFuse
 from zbcompile.planner.improve.jitter import jittered_mean
 from zbcompile.planner.improve.row_changes import fuse_range, split_range
 from zbcompile.planner.incumbent import Incumbent
+from zbcompile.planner.parts import search
 from zbcompile.planner.plan import plan
+from zbcompile.planner.run import Effort, Run
 from zbcompile.planner.starts.fused_patterns import FusedPattern, window_choices
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.schedule.check import check, faults
@@ -112,6 +115,14 @@ def test_the_rule_of_thumb_is_tried_even_where_no_time_is_left(times: tuple[int,
     assert plan(problem, time_limit_s=0, fuse="never").certificate.value_ns > zb_h1_with(problem, "rule")
 
 
+def fused_search(problem: Problem, tries: int) -> Incumbent:
+    """Search for fused backwards alone, from nothing."""
+    effort = replace(Effort.of(problem), fusing=tries)
+    run = Run(problem, time_limit_s=60, effort=effort)
+    search(run, (SplitOrFuse(),))
+    return run.incumbent
+
+
 def splits_of(codes: Codes, stage: int) -> list[int]:
     """Microbatches of a stage that are split."""
     backwards = [kind for row in codes for kind, s in row if s == stage and kind in (B, BW)]
@@ -123,8 +134,7 @@ def test_blocking_sends_lead_to_the_rule_of_thumb(transport: str) -> None:
     """Rank 0 never splits; in the steady state nobody does; start and end are split."""
     p, m = 4, 12
     problem = table_problem(1, 10, transport, p, m)
-    incumbent = Incumbent(problem, best_bound(problem), time_limit_s=60)
-    improve_fusing(incumbent, tries=500)
+    incumbent = fused_search(problem, 500)
     assert incumbent.codes is not None
     assert incumbent.value is not None
     check(incumbent.schedule(), problem)
@@ -143,8 +153,7 @@ def test_small_changes_alone_lead_from_fused_orders_to_the_rule(monkeypatch: pyt
     monkeypatch.setattr("zbcompile.planner.improve.fuse.fused_patterns", lambda instance: iter((fused,)))
     monkeypatch.setattr("zbcompile.planner.improve.fuse.window_choices", lambda instance: [])
     problem = table_problem(1, 10, "batched", p, m)
-    incumbent = Incumbent(problem, best_bound(problem), time_limit_s=60)
-    improve_fusing(incumbent, tries=1500)
+    incumbent = fused_search(problem, 1500)
     assert incumbent.value is not None
     assert incumbent.value <= 1.01 * zb_h1_with(problem, "rule")
 
@@ -153,8 +162,7 @@ def test_small_changes_alone_lead_from_fused_orders_to_the_rule(monkeypatch: pyt
 def test_async_splits_the_steady_state_only_where_it_pays(latency: float, delta: float, steady: bool) -> None:
     """Split iff delta < about 0.85 min(2c, TW): 2.9 < 8.5 ms; 11.8 > 8.5 ms; 2.9 > 0.85 ms."""
     problem = table_problem(latency, delta, "async", 4, 16)
-    incumbent = Incumbent(problem, best_bound(problem), time_limit_s=60)
-    improve_fusing(incumbent, tries=700)
+    incumbent = fused_search(problem, 700)
     assert incumbent.codes is not None
     middle = set(range(6, 10))
     split = sum(len(middle & set(splits_of(incumbent.codes, s))) for s in range(1, 4))

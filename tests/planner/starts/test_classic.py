@@ -12,8 +12,9 @@ from zbcompile.planner.starts.classic_loops import dual_pipe_v, interleaved, v_h
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.memory import memory_peaks
 from zbcompile.schedule.problem import Problem
-from zbcompile.schedule.simulate import memory_peaks, simulate
+from zbcompile.schedule.simulate import simulate
 
 LINEAR = {"GPipe": gpipe, "1F1B": one_f_one_b, "ZB-H1": zb_h1, "ZB-H2": zb_h2}
 

@@ -16,8 +16,9 @@ from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.planner.starts.list_schedule import Recipe, list_schedule
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.memory import memory_peaks
 from zbcompile.schedule.problem import Problem
-from zbcompile.schedule.simulate import memory_peaks, simulate
+from zbcompile.schedule.simulate import simulate
 
 
 @settings(max_examples=150, deadline=None)

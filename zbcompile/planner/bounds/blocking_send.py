@@ -1,4 +1,4 @@
-"""The blocking-send bound, for sends that hold up their rank (``rendezvous`` and ``batched``).
+"""The blocking-send bound, for sends that hold up their rank until they arrive (`SendMode.travel_is_work`).
 
 After an F or B whose result goes to another rank, the rank's next action starts no earlier than the message
 has arrived. So the travel time may be counted as part of the F or B, and the links as instant: an order of
@@ -13,6 +13,7 @@ from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.instance import Instance
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.semantics import ASYNC
 
 __all__ = ["blocking_send_bound", "instant_links"]
 
@@ -23,12 +24,12 @@ def instant_links(problem: Problem) -> tuple[Problem, int] | None:
     Returns
     -------
     tuple of Problem and int, or None
-        The problem with instant links, and the longest travel time of a gradient in ns. ``None`` where sends
-        hold up no rank, or where an F or B sends to more than one stage.
+        The problem with instant links, and the longest travel time of a gradient in ns. ``None`` where a
+        rank may compute before what it sent has arrived, or where an F or B sends to more than one stage.
     """
     profile = problem.profile
     chain = all(edge.target == edge.source + 1 and edge.has_gradient for edge in profile.edges)
-    if problem.transport == "async" or not chain or len(profile.edges) != profile.num_stages - 1:
+    if not problem.sends.travel_is_work or not chain or len(profile.edges) != profile.num_stages - 1:
         return None
     forward, backward = [0] * profile.num_stages, [0] * profile.num_stages
     for edge in profile.edges:
@@ -51,7 +52,7 @@ def instant_links(problem: Problem) -> tuple[Problem, int] | None:
         )
     edges = tuple(Edge(e.source, e.target) for e in profile.edges)
     instant = Profile(tuple(stages), edges, Link())
-    return problem.with_(profile=instant, transport="async"), max(backward)
+    return problem.with_(profile=instant, transport=ASYNC.name), max(backward)
 
 
 def blocking_send_bound(problem: Problem) -> Bound | None:

@@ -17,7 +17,8 @@ from typing import cast
 from zbcompile.errors import CheckError, UsageError
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.blocking_send import instant_links
-from zbcompile.planner.certify.derive import Derivation, Facts, Witness, alike, derivations, rank_of, refuse
+from zbcompile.planner.certify.derive import derivations
+from zbcompile.planner.certify.facts import Derivation, Facts, Witness, alike, rank_of, refuse
 from zbcompile.planner.core.instance import Instance, is_chain
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import StageCost
@@ -318,7 +319,7 @@ def _cp_sat(problem: Problem, witness: Witness, out: Derivation, solver: _Solver
     from zbcompile.planner.exact.model import refute, split_is_exact
 
     instance, shorter = Instance.of(problem).relaxed(), None
-    exact = problem.transport == "async" and split_is_exact(Instance.of(problem))
+    exact = not problem.sends.holds_rank and split_is_exact(Instance.of(problem))
     known: dict[str, object] = {
         "solver": "CP-SAT",
         "model": "exact" if exact else "exact on costs that no fusing undercuts",

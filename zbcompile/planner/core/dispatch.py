@@ -2,7 +2,8 @@
 
 Giffler and Thompson (Operations Research 8, 1960): of the rank that could complete something first, the
 dispatch runs the action with the smallest key among those that could start before that. An F leaves headroom
-for one M_B of every deeper stage of its rank that still has F's, so memory never locks up.
+for its own B and for one F and B of every deeper stage of its rank that still has F's, so memory never locks
+up (`zbcompile.schedule.memory` says what they hold).
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ def _candidate(
                 if kind == 0:
                     if done[s] - done[S + s] >= in_flight[s]:
                         continue
-                    reserve = max(0, t.memory[S + s])
+                    reserve = t.memory[code] + t.peak[S + s]
                     for d in range(e + 1, t.own_at[r + 1]):
                         if done[t.own[d]] < m:
-                            reserve += t.memory[t.own[d]] + max(0, t.memory[S + t.own[d]])
-                    if held[r] + t.memory[code] + reserve > t.headroom[r]:
+                            reserve += t.memory[t.own[d]] + t.peak[S + t.own[d]]
+                    if held[r] + max(t.peak[code], reserve) > t.headroom[r]:
                         continue
                     blocked = False
                     for a in range(t.forward_at[s], t.forward_at[s + 1]):
@@ -62,7 +63,7 @@ def _candidate(
                     if blocked:
                         continue
                 elif kind == 1:
-                    if i >= done[s] or held[r] + t.memory[code] > t.headroom[r]:
+                    if i >= done[s] or held[r] + t.peak[code] > t.headroom[r]:
                         continue
                     blocked = False
                     for a in range(t.backward_at[s], t.backward_at[s + 1]):
@@ -72,7 +73,7 @@ def _candidate(
                         ready = max(ready, end + t.backward_lag[a])
                     if blocked:
                         continue
-                elif i >= done[S + s]:
+                elif i >= done[S + s] or held[r] + t.peak[code] > t.headroom[r]:
                     continue
                 length = t.length[code]
                 if kind == 2:

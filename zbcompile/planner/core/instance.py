@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from zbcompile.errors import UsageError
 from zbcompile.schedule.ir import Action, Kind, Schedule
+from zbcompile.schedule.memory import Memory
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.rules import Rules, durations
 
@@ -69,8 +70,8 @@ class Instance:
         Stages of every rank, in increasing order.
     forward, backward, weight, fused
         Time of F, B, W and BW of every stage in ns, host overhead included.
-    saved, pending
-        M_B and M_W of every stage in bytes.
+    memory
+        What actions take and give back.
     headroom
         Bytes per rank for activations: the cap minus the static bytes, never ``None``.
     forward_from, backward_from
@@ -87,8 +88,7 @@ class Instance:
     backward: tuple[int, ...]
     weight: tuple[int, ...]
     fused: tuple[int, ...]
-    saved: tuple[int, ...]
-    pending: tuple[int, ...]
+    memory: Memory
     headroom: tuple[int, ...]
     forward_from: tuple[tuple[tuple[int, int], ...], ...]
     backward_from: tuple[tuple[tuple[int, int], ...], ...]
@@ -97,13 +97,11 @@ class Instance:
     @staticmethod
     def of(problem: Problem) -> Instance:
         """Flatten a problem. A rank without a cap gets the bytes that all of its work could hold at once."""
-        times, rules, stages = durations(problem), Rules.of(problem), problem.profile.stages
+        times, rules, memory = durations(problem), Rules.of(problem), Memory.of(problem)
         stages_of = tuple(problem.placement.stages_of(r) for r in range(problem.num_ranks))
         headroom = []
         for rank, held in enumerate(stages_of):
-            most = problem.num_microbatches * sum(
-                stages[s].saved_bytes + stages[s].saved_for_weight_bytes for s in held
-            )
+            most = problem.num_microbatches * sum(memory.uses[s].all_taken for s in held)
             given = problem.headroom(rank)
             headroom.append(most if given is None else min(given, most))
         return Instance(
@@ -114,8 +112,7 @@ class Instance:
             times[Kind.BACKWARD_INPUT],
             times[Kind.BACKWARD_WEIGHT],
             times[Kind.FULL_BACKWARD],
-            tuple(s.saved_bytes for s in stages),
-            tuple(s.saved_for_weight_bytes for s in stages),
+            memory,
             tuple(headroom),
             rules.forward_from,
             rules.backward_from,
@@ -131,7 +128,18 @@ class Instance:
         backward = tuple(min(b, d) for b, d in zip(self.backward, self.fused, strict=True))
         weight = tuple(min(w, d - b) for w, d, b in zip(self.weight, self.fused, backward, strict=True))
         pending = tuple(min(a, b) for a, b in zip(self.saved, self.pending, strict=True))
-        return replace(self, backward=backward, weight=weight, pending=pending)
+        memory = Memory.of_bytes(self.saved, pending)
+        return replace(self, backward=backward, weight=weight, memory=memory)
+
+    @property
+    def saved(self) -> tuple[int, ...]:
+        """M_B of every stage in bytes, for proofs; searches ask ``memory``."""
+        return self.memory.saved
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """M_W of every stage in bytes, for proofs; searches ask ``memory``."""
+        return self.memory.pending
 
     @property
     def num_stages(self) -> int:

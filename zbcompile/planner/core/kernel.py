@@ -167,9 +167,9 @@ def stays_legal(t: Tables, offsets: Vector, line: Vector, rank: int, counts: Vec
     held = 0
     for k in range(offsets[rank], offsets[rank + 1]):
         code = line[k]
-        held += t.memory[code]
-        if held > t.headroom[rank]:
+        if held + t.peak[code] > t.headroom[rank]:
             return False
+        held += t.memory[code]
         counts[code] += 1
         kind = code // S
         s = code - kind * S

@@ -12,19 +12,13 @@ __all__ = ["evaluate", "fits", "value_of"]
 
 def fits(instance: Instance, codes: Codes) -> bool:
     """Return whether every rank stays within its headroom."""
+    change, peak = instance.memory.change, instance.memory.peak
     for rank, row in enumerate(codes):
         held, headroom = 0, instance.headroom[rank]
         for kind, s in row:
-            if kind == F:
-                held += instance.saved[s]
-            elif kind == B:
-                held += instance.pending[s] - instance.saved[s]
-            elif kind == W:
-                held -= instance.pending[s]
-            else:
-                held -= instance.saved[s]
-            if held > headroom:
+            if held + peak[kind][s] > headroom:
                 return False
+            held += change[kind][s]
     return True
 
 

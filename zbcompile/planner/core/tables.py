@@ -54,8 +54,9 @@ class Tables(NamedTuple):
         1 if the objective is the span, 0 if it is the makespan.
     rank_of
         Rank of every stage.
-    length, memory
-        Time in ns, and change of held bytes, of every code.
+    length, memory, peak
+        Time in ns, change of held bytes, and most bytes held above those before it, of every code
+        (`zbcompile.schedule.memory`).
     headroom
         Bytes per rank.
     own_at, own
@@ -75,6 +76,7 @@ class Tables(NamedTuple):
     rank_of: Vector
     length: Vector
     memory: Vector
+    peak: Vector
     headroom: Vector
     own_at: Vector
     own: Vector
@@ -97,7 +99,6 @@ class Tables(NamedTuple):
         own_at, own = _ragged(instance.stages_of)
         after_f_at, after_f = _ragged(_targets(instance, instance.forward_from))
         after_b_at, after_b = _ragged(_targets(instance, instance.backward_from))
-        grow = [w - b for b, w in zip(instance.saved, instance.pending, strict=True)]
         return Tables(
             instance.num_stages,
             instance.num_ranks,
@@ -105,7 +106,8 @@ class Tables(NamedTuple):
             int(instance.objective == "span"),
             vector(instance.rank_of),
             vector((*instance.forward, *instance.backward, *instance.weight, *instance.fused)),
-            vector((*instance.saved, *grow, *(-w for w in instance.pending), *(-b for b in instance.saved))),
+            vector([size for row in instance.memory.change for size in row]),
+            vector([size for row in instance.memory.peak for size in row]),
             vector(instance.headroom),
             own_at,
             own,

@@ -1,4 +1,4 @@
-"""Span and makespan of an order under any transport and any times of single actions.
+"""Span and makespan of an order under any send mode and any times of single actions.
 
 Uses the same lowering and the same event graph as `zbcompile.schedule.communication` and
 `zbcompile.schedule.event_graph`, on flat lists, for searches that try hundreds of orders. Equal to `simulate`
@@ -8,11 +8,12 @@ by test.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from zbcompile.planner.core.instance import Codes, F, Instance, W
-from zbcompile.schedule.communication import RECEIVE_DEPTH, post_slots
+from zbcompile.planner.core.instance import KINDS, Codes, F, Instance, W
+from zbcompile.schedule.communication import post_slots
+from zbcompile.schedule.ir import Kind
 from zbcompile.schedule.problem import Problem
 
 __all__ = ["Clock"]
@@ -20,6 +21,12 @@ __all__ = ["Clock"]
 Times = Sequence[Sequence[int]]
 _Out = tuple[int, int, int, int]
 _Edges = list[tuple[int, int, int]]
+_Waits = tuple[tuple[int, int], ...]
+"""What something waits for: (node, ns after its start)."""
+
+_Messages = Sequence[int]
+_SENDS = (Kind.SEND_F, Kind.SEND_B)
+_RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +113,7 @@ class _Run:
 
     def __init__(self, clock: Clock, codes: Codes, times: Times) -> None:
         self.clock, self.codes, self.times = clock, codes, times
-        self.transport = clock.problem.transport
+        self.mode = clock.problem.sends
         self.base, total = [], 0
         for row in codes:
             self.base.append(total)
@@ -143,6 +150,7 @@ class _Run:
         self.sends: list[list[tuple[int, ...]]] = [[()] * len(row) for row in self.codes]
         self.posts: list[dict[int, list[int]]] = [{} for _ in self.codes]
         self.needs: list[dict[int, list[int]]] = [{} for _ in self.codes]
+        self.side: list[int] = []
         self.lag: list[int] = []
         self.taken: list[int] = []
         self.before: list[int] = []
@@ -156,12 +164,13 @@ class _Run:
                 for target, there, lag, taken in clock.out[side][s]:
                     message = len(self.lag)
                     channel = channels.setdefault((rank, there), [])
+                    self.side.append(side)
                     self.lag.append(lag)
                     self.taken.append(taken)
                     self.before.append(channel[-1][0] if channel else -1)
                     use = self.at[side][target][i]
                     self.needs[there].setdefault(use, []).append(message)
-                    if self.transport == "batched" and side == 0:
+                    if self.mode.joins_exchange and side == 0:
                         while use and self.codes[there][use - 1][0] == W:
                             use -= 1
                     channel.append((message, use))
@@ -171,35 +180,34 @@ class _Run:
         count = len(self.lag)
         self.sent_at: list[int] = [-1] * count
         self.posted_at: list[int] = [-1] * count
-        self.sent_by: list[tuple[int, int]] = [(-1, 0)] * count
-        self.posted_by: list[tuple[int, int]] = [(-1, 0)] * count
+        self.sent_by: list[_Waits] = [()] * count
+        self.posted_by: list[_Waits] = [()] * count
         self.begin: list[int] = [-1] * count
         self.after: list[int] = [-1] * count
         for message, before in enumerate(self.before):
             if before >= 0:
                 self.after[before] = message
-        if self.transport == "async":
+        if not self.mode.holds_rank:
             self.posted_at = [0] * count
             return
-        depth = 0 if self.transport == "batched" else RECEIVE_DEPTH
         for (_, there), channel in sorted(channels.items()):
-            slots = post_slots([use for _, use in channel], depth)
+            slots = post_slots([use for _, use in channel], self.mode.receive_depth)
             for (message, _), slot in zip(channel, slots, strict=True):
                 self.posts[there].setdefault(slot, []).append(message)
 
     def _try_transfer(self, message: int) -> None:
         """Begin a transfer once both sides are there and the one before has left the channel."""
+        queued = self.mode.holds_rank
         while message >= 0 and self.begin[message] < 0:
             before = self.before[message]
             if self.sent_at[message] < 0 or self.posted_at[message] < 0:
                 return
-            if self.transport != "async" and before >= 0 and self.begin[before] < 0:
+            if queued and before >= 0 and self.begin[before] < 0:
                 return
             begin, node = max(self.sent_at[message], self.posted_at[message]), self.total + message
-            for source, weight in (self.sent_by[message], self.posted_by[message]):
-                if source >= 0:
-                    self.edges.append((source, node, weight))
-            if self.transport != "async" and before >= 0:
+            for source, weight in (*self.sent_by[message], *self.posted_by[message]):
+                self.edges.append((source, node, weight))
+            if queued and before >= 0:
                 begin = max(begin, self.begin[before] + self.taken[before])
                 self.edges.append((self.total + before, node, self.taken[before]))
             self.begin[message] = begin
@@ -221,56 +229,69 @@ class _Run:
                 self.waiting.setdefault(message, []).append(rank)
         return self.left == 0
 
-    def _rank(self, rank: int) -> Iterator[int]:
+    def _rank(self, rank: int) -> Generator[int, None, None]:
         """Walk along one rank's order; yield the message that it waits for."""
-        now, before, needs = 0, (-1, 0), self.needs[rank]
+        now, needs, row, posts, sends = (
+            0,
+            self.needs[rank],
+            self.codes[rank],
+            self.posts[rank],
+            self.sends[rank],
+        )
+        before: _Waits = ()
+        open_posts: list[int] = []
         for k, length in enumerate(self.times[rank]):
             node = self.base[rank] + k
-            waits = [before]
-            for message in self._exchange(rank, k, now, before, waits):
-                yield message
-            waits.extend((self.total + m, self.lag[m]) for m in needs.get(k, ()))
+            sent, posted = sends[k - 1] if k else (), posts.get(k, ())
+            if sent or posted:
+                now, before = yield from self._communicate(sent, posted, now, before, open_posts)
+            if open_posts:
+                now, before = yield from self._settle(KINDS[row[k][0]], now, before, open_posts)
             for message in needs.get(k, ()):
                 while self.begin[message] < 0:
                     yield message
+                now = max(now, self.begin[message] + self.lag[message])
+                before += ((self.total + message, self.lag[message]),)
             if not self._ready(rank, k):
                 return
-            for source, weight in waits:
-                if source >= 0:
-                    self.edges.append((source, node, weight))
-                    begin = self.start[source] if source < self.total else self.begin[source - self.total]
-                    now = max(now, begin + weight)
+            for source, weight in before:
+                self.edges.append((source, node, weight))
             self.start[node] = now
-            before, now = (node, length), now + length
+            before, now = ((node, length),), now + length
             self.left -= 1
         self.end[rank] = now
-        yield from self._exchange(rank, len(self.times[rank]), now, before, [])
+        if row:
+            yield from self._communicate(sends[-1], posts.get(len(row), ()), now, before, open_posts)
 
-    def _exchange(
-        self, rank: int, k: int, now: int, before: tuple[int, int], waits: list[tuple[int, int]]
-    ) -> Iterator[int]:
-        """Do the communication before position k: post, hand over, and wait as the transport says."""
-        posted = self.posts[rank].get(k, [])
-        for message in posted:
-            self.posted_at[message], self.posted_by[message] = now, before
-            self._try_transfer(message)
-        sent = self.sends[rank][k - 1] if k else ()
-        for message in sent:
-            self.sent_at[message], self.sent_by[message] = now, before
-            self._try_transfer(message)
-            if self.transport == "rendezvous":
-                while self.begin[message] < 0:
-                    yield message
-                now, before = (
-                    self.begin[message] + self.lag[message],
-                    (self.total + message, self.lag[message]),
-                )
-                waits.append(before)
-        if self.transport == "batched":
-            for message in (*sent, *posted):
-                while self.begin[message] < 0:
-                    yield message
-                waits.append((self.total + message, self.lag[message]))
+    def _communicate(
+        self, sent: _Messages, posted: _Messages, now: int, before: _Waits, open_posts: list[int]
+    ) -> Generator[int, None, tuple[int, _Waits]]:
+        """Post sends and receives at one place; return when the rank goes on, and what that waits for."""
+        receives = (_RECEIVES, posted, self.posted_at, self.posted_by)
+        sends = (_SENDS, sent, self.sent_at, self.sent_by)
+        for kinds, messages, at, by in (receives, sends) if self.mode.receives_first else (sends, receives):
+            for message in messages:
+                kind = kinds[self.side[message]]
+                if open_posts:
+                    now, before = yield from self._settle(kind, now, before, open_posts)
+                at[message], by[message] = now, before
+                self._try_transfer(message)
+                if kind in self.mode.awaited:
+                    open_posts.append(message)
+        return now, before
+
+    def _settle(
+        self, kind: Kind, now: int, before: _Waits, open_posts: list[int]
+    ) -> Generator[int, None, tuple[int, _Waits]]:
+        """Wait for the open posts that are due before an action of this kind; return as `_communicate`."""
+        count = self.mode.due(kind, len(open_posts))
+        for message in open_posts[:count]:
+            while self.begin[message] < 0:
+                yield message
+            now = max(now, self.begin[message] + self.lag[message])
+            before += ((self.total + message, self.lag[message]),)
+        del open_posts[:count]
+        return now, before
 
     def _ready(self, rank: int, k: int) -> bool:
         """Return whether what the action needs of its own rank stands before it."""

@@ -6,29 +6,22 @@ import queue
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from fractions import Fraction
 
 from ortools.sat.python import cp_model
 
 from zbcompile.planner.bounds.bound import Bound
-from zbcompile.planner.core.instance import BW, Codes, is_chain
+from zbcompile.planner.core.instance import BW, is_chain
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.exact.crossing import crossing_bound, grids, most_likely_ranks, rounding_loss, shifted
 from zbcompile.planner.exact.model import ask_below, exact_unit, solve_exact, split_is_exact
 from zbcompile.planner.improve.anneal import Annealer
-from zbcompile.planner.incumbent import Incumbent
+from zbcompile.planner.incumbent import Order
+from zbcompile.planner.run import Run
 
-__all__ = [
-    "EXACT_ACTIONS",
-    "below_applies",
-    "crossing_applies",
-    "proof_share",
-    "prove_crossing",
-    "prove_exact",
-    "prove_from_below",
-    "quick_crossing_bound",
-]
+__all__ = ["EXACT_ACTIONS", "Crossing", "Exact", "FromBelow", "QuickCrossing"]
 
 EXACT_ACTIONS = 400
 """Most actions for which the exact model is worth building."""
@@ -64,86 +57,122 @@ MOMENT_S = 0.05
 """Less time than this is not worth a question."""
 
 
-def prove_exact(incumbent: Incumbent, seed: int, time_limit_s: float) -> None:
-    """Let CP-SAT close a small problem: a better order, a better bound, or both."""
-    instance = incumbent.instance
-    actions = 3 * instance.num_stages * instance.num_microbatches
-    if incumbent.done or actions > EXACT_ACTIONS:
-        return
-    exact = split_is_exact(instance) and incumbent.problem.transport == "async"
-    hint = incumbent.codes
-    if hint is not None and any(kind == BW for row in hint for kind, _ in row):
-        hint = None
-    result = solve_exact(
-        instance if exact else instance.relaxed(),
-        lower=incumbent.bound.value_ns,
-        incumbent=hint,
-        time_limit_s=max(0.1, min(time_limit_s, incumbent.seconds_left)),
-        seed=seed,
-    )
-    if result.codes is not None:
-        incumbent.offer(result.codes, "cp_sat")
-    if result.bound_ns > incumbent.bound.value_ns:
-        witness = {
-            "solver": "CP-SAT",
-            "model": "exact" if exact else "exact on costs that no fusing undercuts",
-            "actions": actions,
-        }
-        incumbent.raise_bound(Bound(result.bound_ns, "cp_sat", instance.objective, witness))
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """CP-SAT on a whole small problem: a better order, a better bound, or both.
+
+    Attributes
+    ----------
+    actions
+        Most actions for which the model is built.
+    limit
+        Share of the time limit that it may take.
+    early
+        Whether it is asked before the search, and so only where the crossing models are not.
+    """
+
+    name: str = "exact"
+    actions: int = EXACT_ACTIONS
+    limit: float = 1.0
+    early: bool = False
+
+    def applies(self, run: Run) -> bool:
+        """Return whether the problem is small enough."""
+        return run.actions <= self.actions and not (self.early and crossing_applies(run))
+
+    def share(self, run: Run) -> float:
+        """Return 0: it takes what is left."""
+        return 0.0
+
+    def prove(self, run: Run) -> Iterator[Bound | Order]:
+        """Yield the solver's order and bound."""
+        instance, best = run.instance, run.incumbent.order
+        exact = split_is_exact(instance) and not run.holds_rank
+        if best is not None and any(kind == BW for row in best.codes for kind, _ in row):
+            best = None
+        result = solve_exact(
+            instance if exact else instance.relaxed(),
+            lower=run.bound.value_ns,
+            incumbent=None if best is None else best.codes,
+            time_limit_s=max(0.1, min(self.limit * run.nominal_s, run.seconds_left)),
+            seed=run.seed,
+        )
+        if result.codes is not None:
+            yield best.then(self.name, result.codes) if best else Order(result.codes, (self.name,))
+        if result.bound_ns > run.bound.value_ns:
+            yield Bound(result.bound_ns, "cp_sat", instance.objective, _whole_witness(run, exact))
 
 
-def below_applies(incumbent: Incumbent) -> bool:
+def _whole_witness(run: Run, exact: bool) -> dict[str, object]:
+    """Return the witness of a bound by the model of the whole problem."""
+    model = "exact" if exact else "exact on costs that no fusing undercuts"
+    return {"solver": "CP-SAT", "model": model, "actions": run.actions}
+
+
+def below_applies(run: Run) -> bool:
     """Return whether questions from below are worth asking.
 
     They are for several stages per rank and about as many microbatches as ranks: memory then leaves the
     solver free.
     """
-    instance = incumbent.instance
+    instance = run.instance
     return (
-        incumbent.problem.transport == "async"
+        not run.holds_rank
         and instance.num_stages > instance.num_ranks
         and 2 * instance.num_microbatches <= 3 * instance.num_ranks
-        and 3 * instance.num_stages * instance.num_microbatches <= BELOW_ACTIONS
+        and run.actions <= BELOW_ACTIONS
         and sum(3 * (len(row) * instance.num_microbatches) ** 2 for row in instance.stages_of) <= BELOW_PAIRS
     )
 
 
-def prove_from_below(incumbent: Incumbent, seed: int) -> None:
-    """Halve the gap again and again.
+@dataclass(frozen=True, slots=True)
+class FromBelow:
+    """Halves the gap again and again.
 
     CP-SAT is asked for an order below the middle, or for the proof that there is none. A question gets a
     quarter of the time that is left; what it does not answer counts as too hard, and the next one is asked
     further down.
     """
-    if incumbent.done or incumbent.value is None or not below_applies(incumbent):
-        return
-    instance = incumbent.instance.relaxed()
-    exact = split_is_exact(incumbent.instance)
-    witness = {
-        "solver": "CP-SAT",
-        "model": "exact" if exact else "exact on costs that no fusing undercuts",
-        "actions": 3 * instance.num_stages * instance.num_microbatches,
-    }
-    high = incumbent.value  # the highest question still worth asking
-    while not incumbent.done and high - incumbent.bound.value_ns > incumbent.value // BELOW_STEPS:
-        middle = (incumbent.bound.value_ns + high + 1) // 2
-        result = ask_below(instance, middle, time_limit_s=incumbent.seconds_left / 4, seed=seed)
-        if result.codes is not None:
-            incumbent.offer(result.codes, "cp_sat")
-        elif result.proved:
-            incumbent.raise_bound(Bound(middle, "cp_sat", instance.objective, witness))
-            continue
-        high = middle - 1
+
+    name: str = "from_below"
+
+    def applies(self, run: Run) -> bool:
+        """Return whether questions from below are worth asking."""
+        return below_applies(run)
+
+    def share(self, run: Run) -> float:
+        """Return the share of the time to leave for it."""
+        return 0.3 if below_applies(run) else 0.0
+
+    def prove(self, run: Run) -> Iterator[Bound | Order]:
+        """Yield what the answers say."""
+        if run.value is None:
+            return
+        instance = run.instance.relaxed()
+        witness = _whole_witness(run, split_is_exact(run.instance))
+        high = run.value  # the highest question still worth asking
+        end = time.monotonic() + min(run.seconds_left, run.nominal_s)
+        while not run.proved and high - run.bound.value_ns > run.value // BELOW_STEPS:
+            left, middle = end - time.monotonic(), (run.bound.value_ns + high + 1) // 2
+            if left <= 0:
+                return
+            result = ask_below(instance, middle, time_limit_s=left / 4, seed=run.seed)
+            if result.codes is not None:
+                yield Order(result.codes, (self.name,))
+            elif result.proved:
+                yield Bound(middle, "cp_sat", instance.objective, witness)
+                continue
+            high = middle - 1
 
 
-def crossing_applies(incumbent: Incumbent) -> bool:
+def crossing_applies(run: Run) -> bool:
     """Return whether the crossing models are worth building.
 
     They are for one stage per rank, not too many microbatches, and at most the memory of p microbatches.
     """
-    instance = incumbent.instance
+    instance = run.instance
     return (
-        incumbent.problem.transport == "async"
+        not run.holds_rank
         and is_chain(instance)
         and instance.num_microbatches <= CROSSING_MICROBATCHES
         and instance.num_ranks * instance.num_microbatches**2 // 2 <= CROSSING_PLACES
@@ -152,40 +181,69 @@ def crossing_applies(incumbent: Incumbent) -> bool:
     )
 
 
-def proof_share(incumbent: Incumbent, time_limit_s: float) -> float:
-    """Return the share of the time to leave for the solver: most of it where the whole chain may close.
+@dataclass(frozen=True, slots=True)
+class QuickCrossing:
+    """The most likely rank's crossing bound on the coarsest grid: it takes seconds and may end the search."""
 
-    It takes 30 to 60 s for p x m = 192 and 10 to 20 s for 64, on one of two cores.
-    """
-    if not crossing_applies(incumbent):
-        return 0.3 if below_applies(incumbent) else 0.0
-    size = incumbent.instance.num_ranks * incumbent.instance.num_microbatches
-    return 0.9 if size <= 2.5 * time_limit_s else 0.8 if size <= 3.5 * time_limit_s else 0.4
+    name: str = "quick_crossing"
+
+    def applies(self, run: Run) -> bool:
+        """Return whether the crossing models are worth building."""
+        return crossing_applies(run)
+
+    def share(self, run: Run) -> float:
+        """Return 0: it comes before improving."""
+        return 0.0
+
+    def prove(self, run: Run) -> Iterator[Bound | Order]:
+        """Yield the bound."""
+        if run.value is None:
+            return
+        limit = run.nominal_s / 12
+        lane = _Lane(run, self.name, min(limit, run.seconds_left))
+        yield lane.ask(lane.likely[0], lane.grids[0], limit)[0]
 
 
-def quick_crossing_bound(incumbent: Incumbent, seed: int, time_limit_s: float) -> None:
-    """Raise the bound by the most likely rank's crossing bound on the coarsest grid.
-
-    It takes seconds and may end the search.
-    """
-    if incumbent.done or incumbent.value is None or not crossing_applies(incumbent):
-        return
-    lane = _Lane(incumbent, seed, min(time_limit_s, incumbent.seconds_left))
-    incumbent.raise_bound(lane.ask(lane.likely[0], lane.grids[0], time_limit_s)[0])
-
-
-def prove_crossing(incumbent: Incumbent, seed: int) -> None:
-    """Use the time that is left for the crossing models: single ranks beside the whole chain.
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """The crossing models for the time that is left: single ranks beside the whole chain.
 
     Two lanes of questions run in a thread each (CP-SAT releases Python's lock). A lane starts from what is
     known now and builds on its own answers alone, so that what comes out does not depend on which of them is
     faster.
     """
-    if incumbent.done or incumbent.value is None or not crossing_applies(incumbent):
-        return
+
+    name: str = "crossing"
+
+    def applies(self, run: Run) -> bool:
+        """Return whether the crossing models are worth building."""
+        return crossing_applies(run)
+
+    def share(self, run: Run) -> float:
+        """Return the share of the time to leave for it: most of it where the whole chain may close.
+
+        It takes 30 to 60 s for p x m = 192 and 10 to 20 s for 64, on one of two cores.
+        """
+        if not crossing_applies(run):
+            return 0.0
+        size, seconds = run.instance.num_ranks * run.instance.num_microbatches, run.nominal_s
+        return 0.9 if size <= 2.5 * seconds else 0.8 if size <= 3.5 * seconds else 0.4
+
+    def prove(self, run: Run) -> Iterator[Bound | Order]:
+        """Yield what the answers say."""
+        if run.value is None:
+            return
+        lanes = [_Lane(run, self.name, min(run.seconds_left, run.nominal_s)) for _ in range(2)]
+        for bound, orders in _side_by_side(lanes, [lanes[0].single_ranks(), lanes[1].whole_chain()]):
+            yield from orders
+            yield bound
+            if run.proved:
+                return
+
+
+def _side_by_side(lanes: list[_Lane], asked: list[Iterator[Answer]]) -> Iterator[Answer]:
+    """Yield the answers of several lanes as they come; stop the lanes once nobody asks for more."""
     answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
-    lanes = [_Lane(incumbent, seed, incumbent.seconds_left) for _ in range(2)]
-    asked = [lanes[0].single_ranks(), lanes[1].whole_chain()]
 
     def work(questions: Iterator[Answer]) -> None:
         try:
@@ -202,13 +260,8 @@ def prove_crossing(incumbent: Incumbent, seed: int) -> None:
                 answer = answers.get()
                 if answer is None:
                     open_lanes -= 1
-                    continue
-                bound, orders = answer
-                for codes in orders:
-                    incumbent.offer(codes, "cp_sat")
-                incumbent.raise_bound(bound)
-                if incumbent.proved:
-                    break
+                else:
+                    yield answer
         finally:
             while not all(future.done() for future in running):
                 for lane in lanes:
@@ -218,18 +271,18 @@ def prove_crossing(incumbent: Incumbent, seed: int) -> None:
         future.result()
 
 
-Answer = tuple[Bound, list[Codes]]
+Answer = tuple[Bound, list[Order]]
 """A bound, and orders that were found on the way."""
 
 
 class _Lane:
     """Questions to the crossing models, one after the other, each with the answers before it as known."""
 
-    def __init__(self, incumbent: Incumbent, seed: int, seconds: float) -> None:
-        assert incumbent.value is not None
-        self.instance, self.real, self.seed = incumbent.instance.relaxed(), incumbent.instance, seed
-        self.end = time.monotonic() + seconds
-        self.value, self.known = incumbent.value, incumbent.bound.value_ns
+    def __init__(self, run: Run, name: str, seconds: float) -> None:
+        assert run.value is not None
+        self.instance, self.real, self.seed = run.instance.relaxed(), run.instance, run.seed
+        self.name, self.end = name, time.monotonic() + seconds
+        self.value, self.known = run.value, run.bound.value_ns
         self.head = Paths.of(self.instance).head
         self.likely = most_likely_ranks(self.instance)
         self.grids = grids(shifted(self.instance), FINEST_GRID)
@@ -301,12 +354,12 @@ class _Lane:
             "grid": [grid.numerator, grid.denominator],
             "units": found.units,
         }
-        orders: list[Codes] = []
+        orders: list[Order] = []
         if found.codes is not None:
             scorer = Scorer(self.real)
             if scorer.score(found.codes) is not None:
                 annealed = Annealer(self.real).run(found.codes, TRIES, seed=self.seed + 1, goal=self.known)
-                orders = [found.codes, annealed]
-                scores = [scorer.score(codes) for codes in orders]
+                orders = [Order(codes, (self.name,)) for codes in (found.codes, annealed)]
+                scores = [scorer.score(order.codes) for order in orders]
                 self.value = min(self.value, *(score[0] for score in scores if score is not None))
         return Bound(head + found.value_ns, "crossing", self.instance.objective, witness), orders

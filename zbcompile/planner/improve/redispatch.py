@@ -8,21 +8,48 @@ flight and the gap that a W may fill are evolved.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from zbcompile.planner.core.dispatch import Dispatcher
-from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
+from zbcompile.planner.core.dispatch import Dispatcher, dispatch_pays
+from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W, is_chain
 from zbcompile.planner.core.latest_starts import latest_starts
 from zbcompile.planner.core.scorer import Scored, Scorer
 from zbcompile.planner.core.tables import unpack
+from zbcompile.planner.incumbent import Order
+from zbcompile.planner.run import Run
 
-__all__ = ["redispatched"]
+__all__ = ["Redispatch", "redispatched"]
+
+_MOST = 4
+"""Orders of the pool that are dispatched anew."""
 
 _LATE = (0, 1, 3, 6)
 """How many W's later than in the order W's are due."""
 
 _SHARES = (50, 75, 100, 125)
+
+
+@dataclass(frozen=True, slots=True)
+class Redispatch:
+    """The best orders of the pool with their actions placed anew."""
+
+    name: str = "redispatch"
+
+    def applies(self, run: Run) -> bool:
+        """Return whether the stages are no chain of one per rank, and no send holds up its rank."""
+        return not run.holds_rank and not is_chain(run.instance) and dispatch_pays(run.instance)
+
+    def improve(self, run: Run) -> Iterator[Order]:
+        """Yield the best three of each that gets shorter, the best of all first."""
+        instance, dispatcher = run.instance, Dispatcher(run.instance)
+        every: list[tuple[Scored, Order]] = []
+        for k, order in enumerate(run.pool[:_MOST]):
+            rng, tries = random.Random(run.seed + k), run.effort.dispatches // 2
+            found = redispatched(instance, order.codes, run.scorer, dispatcher, tries, rng, run.over)
+            every += [(scored, order) for scored in found]
+        for (value, score, codes), order in sorted(every, key=lambda entry: entry[0][:2]):
+            yield order.then(self.name, codes, (value, score))
 
 
 @dataclass(frozen=True, slots=True)

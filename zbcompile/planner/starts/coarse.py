@@ -8,11 +8,45 @@ an order of the coarsened problem, with one stage per rank, becomes an order of 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
 from zbcompile.planner.core.instance import Codes, F
+from zbcompile.planner.incumbent import Order
+from zbcompile.planner.parts import Part, planned
+from zbcompile.planner.run import Run
 from zbcompile.schedule.coarsen import coarsened
 from zbcompile.schedule.problem import Problem
 
-__all__ = ["coarse_problem", "taken_apart"]
+__all__ = ["Coarse", "coarse_problem", "taken_apart"]
+
+
+@dataclass(frozen=True, slots=True)
+class Coarse:
+    """A plan of the coarsened problem, taken apart.
+
+    Attributes
+    ----------
+    parts
+        What plans the coarsened problem.
+    """
+
+    parts: tuple[Part, ...]
+    name: str = "coarse"
+    instant: bool = False
+
+    def applies(self, run: Run) -> bool:
+        """Return whether some rank has several stages, neighbours all of them."""
+        return coarse_problem(run.problem) is not None
+
+    def propose(self, run: Run) -> Iterator[Order]:
+        """Yield every order of the coarsened problem that is known after a third of the time left."""
+        coarse = coarse_problem(run.problem)
+        assert coarse is not None
+        effort = replace(run.effort, list_schedules=run.effort.coarse_list_schedules)
+        inner = run.inner(coarse, run.seconds_left / 3, effort)
+        for order in planned(inner, self.parts):
+            yield order.then(self.name, taken_apart(order.codes, run.problem))
 
 
 def coarse_problem(problem: Problem) -> Problem | None:

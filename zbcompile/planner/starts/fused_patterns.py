@@ -111,7 +111,7 @@ def alternate(
         (head, tail): how many microbatches are split at the start and at the end.
     """
     s, m, headroom = instance.stages_of[rank][0], instance.num_microbatches, instance.headroom[rank]
-    saved, grow = instance.saved[s], instance.pending[s] - instance.saved[s]
+    change, peak = ([row[s] for row in table] for table in (instance.memory.change, instance.memory.peak))
     row: list[tuple[int, int]] = []
     held = forwards = backwards = pending = 0
 
@@ -119,24 +119,24 @@ def alternate(
         nonlocal held, pending
         while pending > keep:
             row.append((W, s))
-            held, pending = held - instance.pending[s], pending - 1
+            held, pending = held + change[W], pending - 1
 
     while backwards < m:
         run_forward = forwards < m and forwards - backwards < max(1, warm)
         if run_forward:
-            while pending and held + saved > headroom:
+            while pending and held + peak[F] > headroom:
                 weights(pending - 1)
-            run_forward = held + saved <= headroom
+            run_forward = held + peak[F] <= headroom
         if run_forward:
             row.append((F, s))
-            held, forwards = held + saved, forwards + 1
+            held, forwards = held + change[F], forwards + 1
             continue
         if backwards < window[0] or backwards >= m - window[1]:
-            while pending and held + grow > headroom:
+            while pending and held + peak[B] > headroom:
                 weights(pending - 1)
-        split = (backwards < window[0] or backwards >= m - window[1]) and held + grow <= headroom
+        split = (backwards < window[0] or backwards >= m - window[1]) and held + peak[B] <= headroom
         row.append((B if split else BW, s))
-        held, pending = held + (grow if split else -saved), pending + split
+        held, pending = held + change[B if split else BW], pending + split
         backwards += 1
         if split or backwards > m - window[1]:
             weights(min(pending, waiting if forwards < m else max(0, pending - 1)))
@@ -170,7 +170,8 @@ class _FusedRun(ListRun):
         super().commit(rank, B, now)
         self.instance = self.split
         self.codes[rank][-1] = (BW, s)
-        self.held[rank] -= self.split.pending[s]
+        change = self.split.memory.change
+        self.held[rank] += change[BW][s] - change[B][s]
         self.done[rank][W] += 1
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 from zbcompile.planner.bounds.warmup import warmup_forwards
 from zbcompile.planner.core.instance import BW, B, Codes, F, Fusing, Instance, W, is_chain
 from zbcompile.planner.core.paths import Paths
-from zbcompile.planner.incumbent import Incumbent
+from zbcompile.planner.incumbent import Order
+from zbcompile.planner.run import Run
 from zbcompile.planner.starts import classic
 from zbcompile.planner.starts.list_schedule import Recipe, list_schedule, mixed_limits, standard_limits
 from zbcompile.schedule.one_microbatch import OneMicrobatch
 
-__all__ = ["one_at_a_time", "try_classic", "try_list_schedules"]
+__all__ = ["Classic", "ListSchedules", "OneAtATime", "one_at_a_time"]
 
 _LONG = 30_000
 _THETAS = (100, 75, 50, 125, 25, 150, 0, 200)
@@ -22,21 +25,21 @@ _THETAS = (100, 75, 50, 125, 25, 150, 0, 200)
 def one_at_a_time(instance: Instance, *, fusing: bool = True) -> Codes:
     """Return an order that runs one microbatch after the other: it fits wherever anything fits.
 
-    All F's come first where that fits. A stage runs fused, if it may, where M_W > M_B or where a BW is
-    shorter than B and W.
+    All F's come first where that fits. A stage runs fused, if it may, where B and W hold more or take longer
+    than BW.
     """
-    one = OneMicrobatch(
+    one = OneMicrobatch.under(
+        instance.memory,
         instance.rank_of,
-        instance.saved,
-        (0,) * instance.num_stages if fusing else instance.pending,
         tuple(tuple(other for other, _ in row) for row in instance.forward_from),
         tuple(tuple(other for other, _ in row) for row in instance.backward_from),
+        fusing=fusing,
     )
     order = one.fit(instance.headroom).order or one.forwards_first()
     rows: Codes = [[] for _ in instance.stages_of]
     for backward, s in order:
         wide = fusing and (
-            instance.pending[s] > instance.saved[s]
+            instance.memory.uses[s].split_holds_more
             or instance.fused[s] < instance.backward[s] + instance.weight[s]
         )
         split = [(B, s), (W, s)]
@@ -44,68 +47,90 @@ def one_at_a_time(instance: Instance, *, fusing: bool = True) -> Codes:
     return [row * instance.num_microbatches for row in rows]
 
 
-def try_classic(incumbent: Incumbent) -> None:
-    """Offer the orders of the literature; the fallback only if none of them fits.
+@dataclass(frozen=True, slots=True)
+class Classic:
+    """The orders of the literature; on very long problems the first that fits is enough.
 
-    On very long problems the first that fits is enough: they are listed best first.
+    They are listed best first.
     """
-    instance = incumbent.instance
-    long = 3 * instance.num_stages * instance.num_microbatches > _LONG
-    for name, codes in classic.orders_for(incumbent.problem):
-        if incumbent.offer(codes, f"classic {name}") and (long or incumbent.proved):
-            return
-        if incumbent.done:
-            return
-    if incumbent.codes is None:
-        fusing = incumbent.fusing is not Fusing.NEVER
-        incumbent.offer(one_at_a_time(instance, fusing=fusing), "one microbatch at a time")
+
+    name: str = "classic"
+    instant: bool = True
+
+    def applies(self, run: Run) -> bool:
+        """Return whether there is a published order for the placement."""
+        return any(True for _ in classic.orders_for(run.problem))
+
+    def propose(self, run: Run) -> Iterator[Order]:
+        """Yield them until one is proved the best, or there is one and the time is over."""
+        for name, codes in classic.orders_for(run.problem):
+            yield Order(codes, (f"{self.name} {name}",))
+            if run.done or (run.actions > _LONG and run.value is not None):
+                return
 
 
-def try_list_schedules(incumbent: Incumbent, tries: int, seed: int) -> None:
-    """Offer list schedules with the standard recipes, then with random changes to the best of them.
+@dataclass(frozen=True, slots=True)
+class OneAtATime:
+    """The fallback that fits wherever anything does: one microbatch after the other."""
 
-    Does nothing if a rank has several stages.
+    name: str = "one_at_a_time"
+    instant: bool = True
 
-    Parameters
-    ----------
-    incumbent
-        What to offer them to.
-    tries
-        Most list schedules.
-    seed
-        Decides the random changes.
-    """
-    instance = incumbent.instance
-    if any(len(stages) != 1 for stages in instance.stages_of):
-        return
-    paths = Paths.of(instance)
+    def applies(self, run: Run) -> bool:
+        """Return whether there is no order yet."""
+        return run.value is None
+
+    def propose(self, run: Run) -> Iterator[Order]:
+        """Yield the order."""
+        fusing = run.options.fusing is not Fusing.NEVER
+        yield Order(one_at_a_time(run.instance, fusing=fusing), (self.name,))
+
+
+@dataclass(frozen=True, slots=True)
+class ListSchedules:
+    """List schedules with the standard recipes, then with random changes to the best of them."""
+
+    name: str = "list_schedule"
+    instant: bool = False
+
+    def applies(self, run: Run) -> bool:
+        """Return whether every rank has one stage."""
+        return run.alone
+
+    def propose(self, run: Run) -> Iterator[Order]:
+        """Yield as many as the effort allows."""
+        instance = run.instance
+        paths = Paths.of(instance)
+        target = run.bound.value_ns
+        kept: tuple[int, Recipe] | None = None
+        recipes = _recipes(instance, paths, target)
+        rng = random.Random(run.seed)
+        for _ in range(run.effort.list_schedules):
+            if run.done:
+                return
+            recipe = next(recipes, None)
+            if recipe is None:
+                if kept is None:
+                    return
+                recipe = _mutate(kept[1], instance, rng)
+            codes = list_schedule(instance, recipe)
+            value = None if codes is None else run.incumbent.measure(codes)
+            if codes is None or value is None:
+                continue
+            yield Order(codes, (self.name,))
+            if kept is None or value <= kept[0]:
+                kept = (value, recipe)
+
+
+def _recipes(instance: Instance, paths: Paths, target: int) -> Iterator[Recipe]:
+    """Yield the standard recipes."""
     trips = [paths.f_to_b(stages[0], stages[0]) for stages in instance.stages_of]
-    target = incumbent.bound.value_ns
     budget = tuple(target - instance.work(r) for r in range(instance.num_ranks))
-    kept: tuple[int, Recipe] | None = None
-    used = 0
     standard = standard_limits(instance, trips)
     first = [*_warmup_limits(instance, paths, target), *standard]
-    recipes = (
-        Recipe(few, theta, budget)
-        for theta in _THETAS
-        for few in chain(first, mixed_limits(standard[0], standard[1]))
-    )
-    rng = random.Random(seed)
-    while used < tries and not incumbent.done:
-        recipe = next(recipes, None)
-        if recipe is None:
-            if kept is None:
-                return
-            recipe = _mutate(kept[1], instance, rng)
-        used += 1
-        codes = list_schedule(instance, recipe)
-        value = None if codes is None else incumbent.measure(codes)
-        if codes is None or value is None:
-            continue
-        incumbent.offer(codes, "list schedule")
-        if kept is None or value <= kept[0]:
-            kept = (value, recipe)
+    for theta in _THETAS:
+        for few in chain(first, mixed_limits(standard[0], standard[1])):
+            yield Recipe(few, theta, budget)
 
 
 def _mutate(recipe: Recipe, instance: Instance, rng: random.Random) -> Recipe:

@@ -9,20 +9,43 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import permutations
 from math import factorial
 
-from zbcompile.planner.core.dispatch import Dispatcher
+from zbcompile.planner.core.dispatch import Dispatcher, dispatch_pays
 from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.core.scorer import Scored, Scorer
 from zbcompile.planner.core.tables import unpack
+from zbcompile.planner.incumbent import Order
+from zbcompile.planner.run import Run
 from zbcompile.planner.starts.offset_keys import waves_of
 
-__all__ = ["kind_ranking_orders"]
+__all__ = ["KindRanking", "kind_ranking_orders"]
 
 _MOST = 120
 """Rankings tried: all of them for one or two stages per rank."""
 _SHARES = (50, 100)
+
+
+@dataclass(frozen=True, slots=True)
+class KindRanking:
+    """Keyed dispatch by rankings of the kinds."""
+
+    name: str = "kind_ranking"
+    instant: bool = False
+
+    def applies(self, run: Run) -> bool:
+        """Return whether there are few microbatches, and no send holds up its rank."""
+        instance = run.instance
+        few = instance.num_microbatches <= 2 * instance.num_ranks
+        return few and not run.holds_rank and dispatch_pays(instance)
+
+    def propose(self, run: Run) -> Iterator[Order]:
+        """Yield the best two."""
+        rng, dispatcher = random.Random(run.seed), Dispatcher(run.instance)
+        for value, score, codes in kind_ranking_orders(run.instance, run.scorer, dispatcher, rng, run.over):
+            yield Order(codes, (self.name,), (value, score))
 
 
 def kind_ranking_orders(
@@ -50,11 +73,9 @@ def kind_ranking_orders(
     Returns
     -------
     list of Scored
-        Empty for more than 2 p microbatches.
+        For more than 2 p microbatches they are hardly ever any good.
     """
     m, waves = instance.num_microbatches, waves_of(instance)
-    if m > 2 * instance.num_ranks:
-        return []
     wave_of = {s: w for w, wave in enumerate(waves) for s in wave}
     classes = 2 * len(waves) + 1
     pool: list[Scored] = []

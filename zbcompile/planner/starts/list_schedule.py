@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zbcompile.planner.core.instance import B, Codes, F, Instance, W
+from zbcompile.schedule.memory import in_a_row
 
 __all__ = ["Recipe", "list_schedule", "mixed_limits", "standard_limits"]
 
@@ -74,13 +75,10 @@ class ListRun:
         return self.ready[rank][kind][k]
 
     def fits(self, rank: int, kind: int) -> bool:
-        """Return whether the headroom takes one more F, or one more B where M_W > M_B."""
-        s, headroom = self.stage[rank], self.instance.headroom[rank]
-        grow = self.instance.pending[s] - self.instance.saved[s]
-        if kind == B:
-            return self.held[rank] + grow <= headroom
-        reserve = max(0, grow)
-        return self.held[rank] + self.instance.saved[s] + reserve <= headroom
+        """Return whether the headroom takes one more B, or one more F and its B."""
+        uses = self.instance.memory.uses[self.stage[rank]]
+        peak = uses.backward_input.peak if kind == B else in_a_row(uses.forward, uses.backward_input)[1]
+        return self.held[rank] + peak <= self.instance.headroom[rank]
 
     def choose(self, rank: int, now: int) -> int | None:
         """Return the kind to run at ``now``, or ``None`` to wait."""
@@ -115,9 +113,7 @@ class ListRun:
             self.idle[rank] += now - self.free[rank]
         end = now + (instance.forward[s], instance.backward[s], instance.weight[s])[kind]
         k = self.done[rank][kind]
-        self.held[rank] += (instance.saved[s], instance.pending[s] - instance.saved[s], -instance.pending[s])[
-            kind
-        ]
+        self.held[rank] += instance.memory.change[kind][s]
         self.done[rank][kind] += 1
         self.free[rank] = end
         self.codes[rank].append((kind, s))

@@ -6,18 +6,20 @@ Everything is counted in tries, so that a seed decides the result; the time limi
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from zbcompile.planner.core.dispatch import Dispatcher, dispatch_pays
 from zbcompile.planner.core.instance import Codes, Instance
 from zbcompile.planner.core.scorer import Scored, Scorer
 from zbcompile.planner.core.tables import unpack
-from zbcompile.planner.incumbent import Incumbent
+from zbcompile.planner.incumbent import Order
+from zbcompile.planner.run import Run
 from zbcompile.planner.starts.offset_keys import OffsetKeys, mutate, standard_offset_keys, waves_of
 from zbcompile.planner.starts.repeated_blocks import block_order
+from zbcompile.planner.starts.short import is_long
 
-__all__ = ["block_orders", "dispatched_orders", "offset_key_orders"]
+__all__ = ["OffsetKeyOrders", "block_orders", "dispatched_orders", "offset_key_orders"]
 
 
 def block_orders(
@@ -110,19 +112,57 @@ def dispatched_orders(
     return [(entry[0], entry[1], entry[4]) for entry in pool[:2]]
 
 
+@dataclass(frozen=True, slots=True)
+class OffsetKeyOrders:
+    """Orders decoded from offset keys, by both decoders.
+
+    Attributes
+    ----------
+    always
+        Whether they are made for long problems, too, and, timed as if they did not, where sends hold up
+        their rank.
+    """
+
+    always: bool = False
+    name: str = "offset_keys"
+    instant: bool = False
+
+    def applies(self, run: Run) -> bool:
+        """Return whether a decoder can be used for the problem."""
+        wanted = self.always or not (run.holds_rank or is_long(run))
+        return wanted and run.effort.dispatches > 0 and (run.several or dispatch_pays(run.instance))
+
+    def propose(self, run: Run) -> Iterator[Order]:
+        """Yield the best of each decoder and period, best first."""
+        rng, effort = random.Random(run.seed), run.effort
+        found = offset_key_orders(
+            run.instance, run.scorer, rng, run.over, blocks=effort.blocks, dispatches=effort.dispatches
+        )
+        for value, score, codes in sorted(found, key=lambda entry: entry[:2]):
+            yield Order(codes, (self.name,), None if run.holds_rank else (value, score))
+
+
 def offset_key_orders(
-    incumbent: Incumbent, scorer: Scorer, rng: random.Random, *, blocks: int, dispatches: int
+    instance: Instance,
+    scorer: Scorer,
+    rng: random.Random,
+    over: Callable[[], bool] = lambda: False,
+    *,
+    blocks: int,
+    dispatches: int,
 ) -> list[Scored]:
     """Return orders from both decoders, as far as the time goes.
 
     Parameters
     ----------
-    incumbent
-        The problem, and the time that is left.
+    instance
+        The problem.
     scorer
         Its scorer.
     rng
         Decides the changes.
+    over
+        Asked before every try whether to end early.
     blocks
         Offset keys to decode as repeated blocks, if a rank has several stages.
     dispatches
@@ -133,21 +173,17 @@ def offset_key_orders(
     list of Scored
         The best of each decoder and period.
     """
-
-    def over() -> bool:
-        return incumbent.seconds_left <= 0
-
     found: list[Scored] = []
-    several = any(len(stages) > 1 for stages in incumbent.instance.stages_of)
+    several = any(len(stages) > 1 for stages in instance.stages_of)
     if several and not over():
-        found = block_orders(incumbent.instance, scorer, blocks, rng, over)
-    if not dispatch_pays(incumbent.instance):
+        found = block_orders(instance, scorer, blocks, rng, over)
+    if not dispatch_pays(instance):
         return found
-    dispatcher = Dispatcher(incumbent.instance)
-    slots = 3 * -(-incumbent.instance.num_stages // incumbent.instance.num_ranks)
+    dispatcher = Dispatcher(instance)
+    slots = 3 * -(-instance.num_stages // instance.num_ranks)
     periods = (slots, slots + 2, slots + 3, slots + 2, slots + 3, slots) if several else (slots, 2 * slots)
     for period in periods:
         own = random.Random(rng.random())
         if not over():
-            found += dispatched_orders(incumbent.instance, scorer, dispatcher, dispatches, period, own, over)
+            found += dispatched_orders(instance, scorer, dispatcher, dispatches, period, own, over)
     return found

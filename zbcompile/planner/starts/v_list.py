@@ -9,14 +9,16 @@ ranks with time to spare keep their messages punctual, and the rank that decides
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
 from zbcompile.planner.core.instance import B, Codes, F, Instance, W
 from zbcompile.planner.core.scorer import Scored, Scorer
+from zbcompile.planner.incumbent import Order
+from zbcompile.planner.run import HOPELESS, Run
 
-__all__ = ["Settings", "is_v", "v_list_order", "v_list_orders"]
+__all__ = ["Settings", "VList", "is_v", "v_list_order", "v_list_orders"]
 
 _STEPS = 24
 """Budgets tried, an eighth of a W apart."""
@@ -44,6 +46,25 @@ def is_v(instance: Instance) -> bool:
     """Return whether the stages are in a V: rank r holds stages r and 2p - 1 - r."""
     p = instance.num_ranks
     return instance.num_stages == 2 * p and instance.rank_of == (*range(p), *reversed(range(p)))
+
+
+@dataclass(frozen=True, slots=True)
+class VList:
+    """V list schedules."""
+
+    name: str = "v_list"
+    instant: bool = False
+
+    def applies(self, run: Run) -> bool:
+        """Return whether the stages are in a V, and no send holds up its rank."""
+        return not run.holds_rank and is_v(run.instance)
+
+    def propose(self, run: Run) -> Iterator[Order]:
+        """Yield the best three, unless the first is far longer than what is known."""
+        best = run.pool[0].score if run.pool else None
+        most = None if best is None else int(best[0] * HOPELESS)
+        for value, score, codes in v_list_orders(run.instance, run.scorer, most, run.over):
+            yield Order(codes, (self.name,), (value, score))
 
 
 class _VListRun:
@@ -86,16 +107,16 @@ class _VListRun:
         if arrival is None:
             return False
         r = self.instance.rank_of[s]
-        more = self.instance.saved[s] if kind == F else self.instance.pending[s] - self.instance.saved[s]
-        while self.held[r] + more > self.instance.headroom[r] and self.waiting[r]:
+        peak = self.instance.memory.peak[kind][s]
+        while self.held[r] + peak > self.instance.headroom[r] and self.waiting[r]:
             self.run_weight(r)
-        if self.held[r] + more > self.instance.headroom[r]:
+        if self.held[r] + peak > self.instance.headroom[r]:
             return False
         if self.rows[r]:
             self._fill(r, arrival, self.settings.before_f if kind == F else self.settings.before_b)
             self.idle[r] += max(0, arrival - self.free[r])
         self.free[r] = max(self.free[r], arrival) + self.length[kind][s]
-        self.held[r] += more
+        self.held[r] += self.instance.memory.change[kind][s]
         self.ends[kind][s].append(self.free[r])
         self.rows[r].append((kind, s))
         if kind == B:
@@ -115,7 +136,7 @@ class _VListRun:
         """Place the W that has waited longest on a rank."""
         s = self.waiting[r].popleft()
         self.free[r] += self.instance.weight[s]
-        self.held[r] -= self.instance.pending[s]
+        self.held[r] += self.instance.memory.change[W][s]
         self.rows[r].append((W, s))
 
     def warm_up(self) -> None:
@@ -129,7 +150,7 @@ class _VListRun:
             self.run(F, r)
         for r in reversed(range(p)):
             up = 2 * p - 1 - r
-            most = max(instance.saved[r], instance.saved[up]) * 2 * (r + 1)
+            most = max(instance.memory.peak[F][r], instance.memory.peak[F][up]) * 2 * (r + 1)
             while self.held[r] + most <= instance.headroom[r] and self.count(F, 0) < m:
                 back = self.arrival(F, up)
                 if back is None or self.free[r] + instance.forward[r] > back:

@@ -1,0 +1,91 @@
+"""The portfolio: everything that planning tries, in the order in which it is tried.
+
+`zbcompile.planner.parts.search` runs a tuple of parts until the best order meets the best bound. A part that
+plans another problem first (`Coarse`, `OtherMode`, `Short`) runs a tuple of its own on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from zbcompile.errors import UsageError
+from zbcompile.planner.bounds.blocking_send import blocking_send_bound
+from zbcompile.planner.exact.proofs import EXACT_ACTIONS, Crossing, Exact, FromBelow, QuickCrossing
+from zbcompile.planner.improve.fuse import RuleOfThumb, SplitOrFuse
+from zbcompile.planner.improve.halving import Anneal, Fold, Shortlist
+from zbcompile.planner.improve.redispatch import Redispatch
+from zbcompile.planner.parts import AnalyticBound, Part
+from zbcompile.planner.starts.coarse import Coarse
+from zbcompile.planner.starts.initial import Classic, ListSchedules, OneAtATime
+from zbcompile.planner.starts.kind_ranking import KindRanking
+from zbcompile.planner.starts.offset_key_orders import OffsetKeyOrders
+from zbcompile.planner.starts.other_mode import OtherMode
+from zbcompile.planner.starts.rounds import RoundOrders
+from zbcompile.planner.starts.short import Short
+from zbcompile.planner.starts.v_list import VList
+
+__all__ = ["NAMES", "PORTFOLIO", "QUICK", "names_to_leave_out"]
+
+_COARSE = (Classic(), OneAtATime(), ListSchedules())
+
+_SHORT = (
+    Classic(),
+    OneAtATime(),
+    RoundOrders(),
+    VList(),
+    KindRanking(),
+    Shortlist(),
+    Redispatch(),
+    Fold(last=9),
+    OffsetKeyOrders(always=True),
+    Fold(),
+    Anneal(),
+)
+
+PORTFOLIO: tuple[Part, ...] = (
+    AnalyticBound("blocking_send", blocking_send_bound, where=lambda run: run.problem.sends.travel_is_work),
+    Classic(),
+    OneAtATime(),
+    RoundOrders(),
+    ListSchedules(),
+    Coarse(_COARSE),
+    OtherMode(lambda: PORTFOLIO),
+    RuleOfThumb(),
+    SplitOrFuse(),
+    Exact("quick_exact", actions=EXACT_ACTIONS // 2, limit=0.25, early=True),
+    Short(_SHORT),
+    VList(),
+    KindRanking(),
+    Shortlist(),
+    Redispatch(),
+    OffsetKeyOrders(),
+    QuickCrossing(),
+    Fold(),
+    Anneal(),
+    FromBelow(),
+    Crossing(),
+    SplitOrFuse("split_or_fuse_again", whole=False),
+    Exact(),
+)
+"""All parts. The bounds in `zbcompile.planner.bounds.analytic` are known before the first one runs."""
+
+QUICK: tuple[Part, ...] = (
+    Classic(),
+    OneAtATime(),
+    RoundOrders(),
+    ListSchedules(),
+    Coarse(_COARSE),
+    OffsetKeyOrders(always=True),
+)
+"""What ranks assignments of variants, in a moment each."""
+
+NAMES = tuple(part.name for part in PORTFOLIO)
+"""The names of all parts, in their order."""
+
+
+def names_to_leave_out(names: Collection[str]) -> frozenset[str]:
+    """Return the names as a set. Raises `UsageError`, with the list, if one is no part's name."""
+    unknown = sorted(set(names) - set(NAMES))
+    if unknown:
+        raise UsageError(f"no part of the planner is called {unknown[0]!r}", needed=", ".join(NAMES))
+    return frozenset(names)
