@@ -8,8 +8,11 @@ from hypothesis import given
 
 from tests.support.strategies import problems
 from zbcompile.errors import UsageError
+from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.core.instance import KINDS, B, F, Instance, W
 from zbcompile.planner.core.paths import Paths
+from zbcompile.planner.incumbent import Incumbent
+from zbcompile.schedule import dependency_graph as module
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.dependency_graph import dependency_graph, rules_of_graph, step_graph
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
@@ -123,12 +126,26 @@ def test_other_lags_change_travel_between_stages_alone(problem: Problem) -> None
     assert all(wait.lag_ns == 0 for s, row in enumerate(doubled.waits[W]) for wait in row if wait.stage == s)
 
 
-def test_the_graph_is_made_once_and_cannot_be_changed() -> None:
-    problem = Problem.of(Profile.uniform(StageCost.simple(3, 2, 1), 3, 5), None, 2)
-    graph = dependency_graph(problem)
-    assert graph is dependency_graph(problem.with_(num_microbatches=9, caps=(1, 2, 3), objective="makespan"))
-    with pytest.raises(nx.NetworkXError):
-        graph.add_edge(1, 2)
+def test_planning_makes_the_graph_once_and_does_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many microbatches and caps; a travel time that the graph alone has moves the plan's value."""
+    made = []
+
+    def slower(problem: Problem) -> nx.DiGraph:
+        made.append(problem)
+        graph = dependency_graph(problem)
+        for _, _, facts in graph.edges(data=True):
+            facts["lag_ns"] += 100 * (facts["reason"] == "message")
+        return graph
+
+    problem = Problem.of(Profile.uniform(StageCost.simple(31, 21, 11), 3, 5), None, 2)
+    stock = Incumbent(problem, best_bound(problem), time_limit_s=1.0)
+    monkeypatch.setattr(module, "dependency_graph", slower)
+    module._planned.cache_clear()
+    for changed in (problem, problem.with_(num_microbatches=9), problem.with_(caps=(1000,) * 3)):
+        slow = Incumbent(changed, best_bound(changed), time_limit_s=1.0).instance.rules
+    module._planned.cache_clear()
+    assert len(made) == 1
+    assert slow.lags == [lag + 100 for lag in stock.instance.rules.lags]
 
 
 def test_lengths_of_the_step_graph() -> None:

@@ -30,35 +30,31 @@ from zbcompile.schedule.rules import (
 if TYPE_CHECKING:
     import networkx
 
-__all__ = ["dependency_graph", "order_graph", "rules_of_graph", "step_graph"]
+__all__ = ["dependency_graph", "order_graph", "planned_rules", "rules_of_graph", "step_graph"]
 
 
 def dependency_graph(problem: Problem) -> networkx.DiGraph:
-    """Return the dependency graph of one microbatch. It is made once per profile and placement.
+    """Return the dependency graph of one microbatch.
 
     Returns
     -------
     networkx.DiGraph
         Nodes are `zbcompile.schedule.rules.Step`, with ``stage``, ``rank``, ``kind`` and ``duration_ns`` (0
-        for sends and receives). Edges have ``lag_ns`` and ``reason``. The graph is frozen.
+        for sends and receives). Edges have ``lag_ns`` and ``reason``.
     """
-    return _graph_of(problem.profile, problem.placement)
-
-
-@lru_cache(maxsize=4)
-def _graph_of(profile: Profile, placement: Placement) -> networkx.DiGraph:
     import networkx
 
-    problem = Problem.of(profile, placement)
     times, rank_of = durations(problem), problem.placement.rank_of
     graph: networkx.DiGraph = networkx.DiGraph()
-    for before, after, lag, reason in dependencies(problem, messages=True):
-        graph.add_edge(before, after, lag_ns=lag, reason=reason)
+    graph.add_edges_from(
+        (before, after, {"lag_ns": lag, "reason": reason})
+        for before, after, lag, reason in dependencies(problem, messages=True)
+    )
     for step, facts in graph.nodes.items():
         kind, stage, _ = step
-        length = times[kind][stage] if kind.is_compute else 0
-        facts.update(stage=stage, rank=rank_of[stage], kind=kind, duration_ns=length)
-    return networkx.freeze(graph)
+        facts["stage"], facts["rank"], facts["kind"] = stage, rank_of[stage], kind
+        facts["duration_ns"] = times[kind][stage] if kind.is_compute else 0
+    return graph
 
 
 def rules_of_graph(graph: networkx.DiGraph) -> Rules:
@@ -67,15 +63,29 @@ def rules_of_graph(graph: networkx.DiGraph) -> Rules:
 
 
 def _without_messages(graph: networkx.DiGraph) -> Iterator[Dependency]:
-    for after in graph:
-        if not after.kind.is_compute:
+    for after, sources in graph.pred.items():
+        if after.peer is not None:
             continue
-        for before, facts in graph.pred[after].items():
+        for before, facts in sources.items():
             lag = facts["lag_ns"]
-            while not before.kind.is_compute:
+            while before.peer is not None:
                 ((before, facts),) = graph.pred[before].items()
                 lag += facts["lag_ns"]
             yield Dependency(before, after, lag, facts["reason"])
+
+
+def planned_rules(problem: Problem) -> Rules:
+    """Return the rules of a problem as its dependency graph has them.
+
+    The graph is made once per profile and placement, and its tables are kept: as long as it lives, a graph of
+    thousands of stages costs every garbage collection.
+    """
+    return _planned(problem.profile, problem.placement)
+
+
+@lru_cache(maxsize=4)
+def _planned(profile: Profile, placement: Placement) -> Rules:
+    return rules_of_graph(dependency_graph(Problem.of(profile, placement)))
 
 
 def step_graph(rules: Rules, lengths: Sequence[Sequence[int]]) -> networkx.DiGraph:

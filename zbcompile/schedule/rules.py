@@ -20,10 +20,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
-from zbcompile.schedule.costs import Edge
-from zbcompile.schedule.ir import Action, Kind, Schedule
+from zbcompile.schedule.costs import Edge, Profile
+from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
 from zbcompile.schedule.messages import Message
 from zbcompile.schedule.problem import Problem
 
@@ -161,8 +162,8 @@ class Rules:
 
     @staticmethod
     def of(problem: Problem) -> Rules:
-        """Collect the rules of a problem."""
-        return Rules.of_rows(problem.num_stages, dependencies(problem))
+        """Collect the rules of a problem, once per profile and placement."""
+        return _rules_of(problem.profile, problem.placement)
 
     @staticmethod
     def of_rows(num_stages: int, rows: Iterable[Dependency]) -> Rules:
@@ -198,6 +199,11 @@ class Rules:
     def lags(self) -> list[int]:
         """Travel times of one microbatch in ns, between stages."""
         return [lag for rows in (self.forward_from, self.backward_from) for row in rows for _, lag in row]
+
+
+@lru_cache(maxsize=4)
+def _rules_of(profile: Profile, placement: Placement) -> Rules:
+    return Rules.of_rows(profile.num_stages, dependencies(Problem.of(profile, placement)))
 
 
 def durations(problem: Problem) -> dict[Kind, tuple[int, ...]]:
