@@ -34,8 +34,7 @@ def fast_value(problem: Problem) -> Callable[[Codes], int | None]:
         return Clock.of(problem).value
     instance = Instance.of(problem)
     work = sum(instance.forward) + sum(instance.backward) + sum(instance.weight) + sum(instance.fused)
-    travel = sum(lag for row in (*instance.forward_from, *instance.backward_from) for _, lag in row)
-    longest = instance.num_microbatches * (work + travel)
+    longest = instance.num_microbatches * (work + sum(instance.rules.lags))
     if not HAVE_NUMBA or 101 * instance.num_ranks * longest >= _MOST_SCORE:
         return lambda codes: value_of(instance, codes)
     scorer = Scorer(instance)

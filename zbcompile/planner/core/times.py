@@ -15,6 +15,7 @@ from zbcompile.planner.core.instance import KINDS, Codes, F, Instance, W
 from zbcompile.schedule.communication import post_slots
 from zbcompile.schedule.ir import Kind
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.rules import dependencies
 
 __all__ = ["Clock"]
 
@@ -57,17 +58,14 @@ class Clock:
         instance, rank_of = Instance.of(problem), problem.placement.rank_of
         out: list[list[list[_Out]]] = [[[] for _ in rank_of] for _ in range(2)]
         local: list[list[list[int]]] = [[[] for _ in rank_of] for _ in range(2)]
-        for edge in problem.profile.edges:
-            ways = [(0, edge.source, edge.target)]
-            if edge.has_gradient:
-                ways.append((1, edge.target, edge.source))
-            for side, source, target in ways:
-                if rank_of[source] == rank_of[target]:
-                    local[side][target].append(source)
-                    continue
-                lag = problem.lag_ns(edge, backward=side == 1)
+        for before, after, lag, reason in dependencies(problem, messages=True):
+            source, target = before.stage, after.stage
+            if reason == "message":
                 link = problem.profile.link_between(rank_of[source], rank_of[target])
-                out[side][source].append((target, rank_of[target], lag, lag - link.latency_ns))
+                sent = (target, rank_of[target], lag, lag - link.latency_ns)
+                out[_SENDS.index(before.kind)][source].append(sent)
+            elif reason in ("activation", "gradient"):
+                local[KINDS.index(before.kind)][target].append(source)
         return Clock(
             problem,
             instance,
