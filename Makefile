@@ -5,6 +5,7 @@
 #   make test JOBS=4           test processes (3: a third of the suite waits for processes of its own)
 #   make kill KILL_POINTS=1 KILL_SEED=7   one kill point again (without: 100, from seed 0)
 #   make fuzz N=10000          random command lines, files and shells; FIRST=123 N=1 runs one seed
+#   make prove N=2000          the last-round-trip bound against the exact model; FIRST=123 N=1 shows one problem
 #   make test-compatible       the bitwise tests of the passes under another instruction set
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -29,7 +30,7 @@ READY := $(VENV)/.ready-$(TORCH)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-compatible lint models kill fuzz install wheel clean
+.PHONY: demo test test-compatible lint models kill fuzz prove install wheel clean
 
 install: $(READY)
 
@@ -64,6 +65,9 @@ kill: $(READY)
 
 fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz --first $(FIRST) --count $(N)
+
+prove: $(READY)
+	$(BIN)/python -m tests.prove --first $(FIRST) --count $(N)
 
 wheel: $(READY)
 	$(BIN)/python -m build --no-isolation --outdir dist

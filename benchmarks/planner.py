@@ -4,7 +4,8 @@
     python benchmarks/planner.py ablate --help      what each part of the planner is worth
 
 Prints for every row: ours, the peer's figure, the bound, the gap, wall and processor seconds. Times
-in milliseconds. Sections: paper, makespan, starved, v, variants, unequal, large. Default: all.
+in milliseconds. Sections: paper, makespan, starved, v, looped, variants, unequal,
+large. Default: all.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from zbcompile.schedule.solution import Solution
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data"
 PAPER = json.loads((DATA / "paper_profiles.json").read_text())["configs"]
+TARGETS = {row["name"]: row for row in json.loads((DATA / "targets.json").read_text())["problems"]}
 PEER = json.loads((DATA / "peer_schedules.json").read_text())["runs"]
 Row = dict[str, Any]
 
@@ -163,6 +165,64 @@ def v(first: int, count: int) -> None:
     print(f"v: makespan at cap p, largest gap: {max(gaps, default=0):.2%}")
 
 
+def looped_problem(p: int, per_rank: int, m: int) -> Problem:
+    """The published 1.5B times in ``per_rank`` parts, one cap for all ranks.
+
+    The cap is the peak of rank 0 under interleaved 1F1B: 2 (p - 1) + (v - 1) p + 1 parts of a microbatch.
+    """
+    row = PAPER[0]
+    times = (row["forward_us"], row["backward_input_us"], row["backward_weight_us"])
+    stage = StageCost.simple(
+        *(time * 1000 // per_rank for time in times), row["saved_units"], row["saved_for_weight_units"]
+    )
+    profile = Profile.uniform(stage, per_rank * p, row["comm_us"] * 1000)
+    cap = row["saved_units"] * (2 * (p - 1) + (per_rank - 1) * p + 1)
+    return Problem.of(profile, Placement.looped(p, per_rank), m, cap)
+
+
+def target_problem(name: str, cap: str) -> Problem:
+    """A problem of targets.json. ``one cap`` is the greatest peak of a rank under interleaved 1F1B."""
+    row = TARGETS[name]
+    stages = tuple(StageCost(*numbers) for numbers in row["stages_ns_bytes"])
+    own = row["caps"]["interleaved 1F1B"]
+    caps = {"1p": row["caps"]["1p"], "own peaks": own, "one cap": [max(own)] * len(own)}[cap]
+    profile = Profile(stages, link=Link(row["link_latency_ns"]))
+    return Problem.of(profile, Placement(tuple(row["ranks"])), row["microbatches"], tuple(caps))
+
+
+def looped() -> None:
+    """Looped placements. The 'peer' is the best order known before.
+
+    Which memory is meant: ``one cap``, the peak of rank 0 under interleaved 1F1B, for all; ``own peaks``:
+    each rank's cap is its own peak under that order; ``1p``: v parts of p microbatches.
+    """
+    for p, per_rank, m, best_ms in (
+        (4, 2, 32, 1475.596),
+        (4, 4, 16, 745.611),
+        (4, 4, 32, 1480.731),
+        (8, 4, 16, 757.195),
+        (8, 4, 32, 1492.315),
+        (8, 2, 16, 755.610),
+        (8, 2, 32, 1486.389),
+    ):
+        solution, wall, cpu = timed(looped_problem(p, per_rank, m), 2)
+        line(f"1.5B p={p} v={per_rank} m={m}, one cap", solution, wall, cpu, best_ms * 1e6)
+    for name, cap, best_ms in (
+        ("llama:2:64", "own peaks", 5673.3),
+        ("llama:2:64", "one cap", 5472.0),
+        ("llama:2:64", "1p", 5472.0),
+        ("llama:4:64", "own peaks", 5510.45),
+        ("llama:4:64", "1p", 5472.0),
+        ("llama:8:64", "own peaks", 5505.6),
+        ("llama:8:64", "1p", 5484.6),
+        ("big:64:looped:128", "own peaks", 4712.2),
+        ("big:64:looped:128", "1p", 4352.0),
+    ):
+        problem = target_problem(name, cap)
+        solution, wall, cpu = timed(problem, 2 if problem.num_ranks <= 16 else 5)
+        line(f"{name}, {cap}", solution, wall, cpu, best_ms * 1e6)
+
+
 def variants() -> None:
     """Cap 0.5 p, p = 8, m = 24: M_B x 0.56 and T_B x 1.12 on offer; the 'peer' is ours without."""
     for name, (f, b, w, c, saved, pending) in {
@@ -220,6 +280,7 @@ def main() -> None:
     sections = {
         "paper": paper,
         "large": large,
+        "looped": looped,
         "variants": variants,
         "makespan": makespan,
         "unequal": lambda: unequal(min(20, arguments.rows)),

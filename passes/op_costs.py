@@ -1,52 +1,148 @@
-"""Count what one call costs from shapes: floating-point operations, bytes moved, seconds.
+"""The one cost model: a call --> what it does (`OpCount`), and that on a `Device` --> nanoseconds.
 
-Used where nothing has been measured: to balance stages and to price recompute.
+The cut, the price of recompute and the counted profile ask it::
+
+    mm [1024, 512] x [512, 512]  -->  0.54 GFLOP, 5.2 MB  -->  max(flops / peak, bytes / bandwidth) + launch
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
-from torch.fx import Node
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
 
-from zbcompile.passes.aliasing import tensor_bytes, viewed_arguments
-from zbcompile.passes.nodes import is_getitem, value_of
+from zbcompile.errors import UsageError
+from zbcompile.passes.nodes import is_getitem
+from zbcompile.passes.ops import facts
+from zbcompile.passes.provenance import source_of
+from zbcompile.passes.torch_private import OpOverload, schema, tree_leaves, tree_map, upper_bound
+from zbcompile.schedule.devices import DEVICES, Device
 
-__all__ = ["NOMINAL", "Rates", "bytes_moved", "flops", "is_heavy", "seconds"]
-
-_CONV = (
-    "convolution",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-)
-_MATMUL = (
-    "mm", "bmm", "matmul", "linear", "addmm", "baddbmm", "mv", "einsum", "bilinear", "addbmm", "dot",
-    "_grouped_mm",
-)  # fmt: skip
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell")
+__all__ = [
+    "OpCount",
+    "count_call",
+    "count_graph",
+    "count_node",
+    "depends_on_data",
+    "graph_ns",
+    "has_bounds",
+    "is_heavy",
+    "nominal_device",
+    "node_ns",
+    "op_ns",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
-    """Rates of a device: floating-point operations and bytes per second, seconds per call."""
+class OpCount:
+    """What one operator does.
 
-    flops_per_second: float
-    bytes_per_second: float
-    seconds_per_call: float
+    Attributes
+    ----------
+    target
+        The operator.
+    flops
+        Floating-point operations.
+    num_bytes
+        Bytes read and written.
+    dtype
+        Whose rate counts.
+    function
+        Its entry in `Device.element_ps`.
+    elements
+        Size of its first output.
+    """
+
+    target: str
+    flops: int
+    num_bytes: int
+    dtype: str
+    function: str = ""
+    elements: int = 0
 
 
-NOMINAL = Rates(flops_per_second=60e9, bytes_per_second=10e9, seconds_per_call=4e-6)
-"""One core of a present-day server CPU; only ratios matter here."""
+def nominal_device(device: torch.device) -> Device:
+    """Return the row of `DEVICES` that stands for a device whose rates nobody gave: CPU, or H100.
+
+    Only proportions matter there. It does not look at the machine, so that all processes cut alike.
+    """
+    return DEVICES["CPU" if device.type == "cpu" else "H100"]
 
 
-def _short(node: Node) -> str:
-    name = str(node.target)
-    return name.split(".")[1] if name.startswith("aten.") else name
+def op_ns(count: OpCount, device: Device) -> int:
+    """Return the time of an operator on a device in ns, by its roofline."""
+    return device.roofline_ns(count.flops, count.num_bytes, count.dtype, count.function, count.elements)
+
+
+def count_graph(module: GraphModule) -> tuple[OpCount, ...]:
+    """Return one count per operator that does work; views and tuple access cost nothing."""
+    return tuple(count for node in module.graph.nodes if (count := count_node(node)) is not None)
+
+
+def graph_ns(module: GraphModule, device: Device) -> int:
+    """Return the time of a graph on a device in ns: the sum of its operators' rooflines."""
+    return sum(op_ns(count, device) for count in count_graph(module))
+
+
+def node_ns(node: Node, device: Device) -> int:
+    """Return the time of a call on a device in ns; one launch where a size has no upper bound."""
+    if not has_bounds(node):
+        return device.launch_ns
+    count = count_node(node)
+    return 0 if count is None else op_ns(count, device)
+
+
+def count_node(node: Node) -> OpCount | None:
+    """Return what a call of a graph does; None where it costs nothing. Sizes count at their upper bound.
+
+    Raises
+    ------
+    UsageError
+        A size depends on data and has no upper bound.
+    """
+    if node.op != "call_function" or is_getitem(node):
+        return None
+    args, kwargs = (tree_map(_value, x) for x in (node.args, node.kwargs))
+    made = tree_map(lambda value: _bounded(node, value), node.meta.get("val"))
+    return count_call(node.target, cast("Sequence[object]", args), cast("Mapping[str, object]", kwargs), made)
+
+
+def count_call(
+    target: object, args: Sequence[object], kwargs: Mapping[str, object], result: object
+) -> OpCount | None:
+    """Return what a call with these arguments and this result does; None where it costs nothing.
+
+    Parameters
+    ----------
+    target
+        What is called.
+    args, kwargs, result
+        Tensors are fake or on the meta device: only their shapes, strides and dtypes are read.
+    """
+    outputs = _tensors(result)
+    if not outputs or _is_view(target):
+        return None
+    inputs = list({id(value): value for value in _tensors((args, kwargs))}.values())
+    floating = [v.dtype for v in (*outputs, *inputs) if v.is_floating_point() or v.is_complex()]
+    known = facts(target)
+    if known.flops is None:
+        flops = sum(v.numel() for v in outputs)
+    else:
+        flops = int(known.flops(*args, **kwargs, out_val=result)) // (
+            2 if _is_causal(target, args, kwargs) else 1
+        )
+    return OpCount(
+        str(target),
+        flops,
+        sum(_num_bytes(v) for v in (*inputs, *outputs)),
+        str(floating[0] if floating else outputs[0].dtype).removeprefix("torch."),
+        _function(target, kwargs),
+        outputs[0].numel(),
+    )
 
 
 def is_heavy(node: Node) -> bool:
@@ -56,58 +152,87 @@ def is_heavy(node: Node) -> bool:
     """
     if not str(node.target).startswith("aten."):
         return node.op == "call_function" and not is_getitem(node)
-    name = _short(node)
-    return name in _MATMUL or "conv" in name or "attention" in name or "rnn" in name or name in _RECURRENT
+    return facts(node.target).heavy
 
 
-def flops(node: Node) -> int:
-    """Return the floating-point operations of a forward or backward call; 0 for element-wise work."""
-    name = _short(node)
-    shapes = [tuple(value.shape) for a in node.all_input_nodes if (value := value_of(a)) is not None]
-    if not shapes or not all(isinstance(n, int) for shape in shapes for n in shape):
-        return 0
-    if name in ("addmm", "baddbmm", "addbmm"):
-        return 2 * _numel(node) * shapes[1][-1] if len(shapes) > 1 else 0
-    if name in _MATMUL:
-        return 2 * _numel(node) * shapes[0][-1] if shapes[0] else 0
-    if name == "convolution_backward" and len(shapes) > 2:
-        return 2 * math.prod(shapes[0]) * math.prod(shapes[2][1:]) * _wanted_products(node)
-    if name in _CONV and len(shapes) > 1:
-        return 2 * _numel(node) * math.prod(shapes[1][1:])
-    if "attention" in name and len(shapes) > 2:
-        # four multiply-adds per score and head dimension; the backward of the same is 2.5 times that
-        query, key = shapes[0], shapes[1]
-        forward = 4 * math.prod(query) * key[-2]
-        return forward * 5 // 2 if "backward" in name else forward
-    if any(part in name for part in _RECURRENT):
-        return 2 * sum(math.prod(s) for s in shapes if len(s) == 2) * max(shapes[0][0], shapes[0][-2])
-    return 0
+def has_bounds(node: Node) -> bool:
+    """Return whether all sizes that a call reads and makes are known or have an upper bound."""
+    values = (v for n in (node, *node.all_input_nodes) for v in tree_leaves(n.meta.get("val")))
+    sizes = (n for v in values for n in (v.shape if isinstance(v, Tensor) else (v,)))
+    return all(upper_bound(n) is not None for n in sizes if isinstance(n, torch.SymInt))
 
 
-def _wanted_products(node: Node) -> int:
-    """Return how many of the gradients of input and weight a convolution's backward computes: 0, 1 or 2."""
-    mask = node.args[10]
-    return sum(map(bool, mask[:2])) if isinstance(mask, list | tuple) else 0
+def depends_on_data(module: GraphModule) -> bool:
+    """Return whether a size in a graph depends on data."""
+    values = (value for node in module.graph.nodes for value in tree_leaves(node.meta.get("val")))
+    return any(isinstance(value, Tensor) and not _is_static(value) for value in values)
 
 
-def bytes_moved(node: Node) -> int:
-    """Return the bytes that a call reads and writes; 0 for views."""
-    if node.op != "call_function" or (viewed_arguments(node) and not str(node.target).endswith("_")):
-        return 0
-    read = sum(tensor_bytes(value_of(argument)) for argument in node.all_input_nodes)
-    made = node.meta.get("val")
-    results = made if isinstance(made, tuple | list) else [made]
-    return read + sum(tensor_bytes(result) for result in results)
+def _tensors(values: object) -> list[Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
-def seconds(node: Node) -> float:
-    """Return a call's time at `NOMINAL` rates: the larger of compute and memory time, plus the launch."""
-    if node.op != "call_function":
-        return 0.0
-    work = max(flops(node) / NOMINAL.flops_per_second, bytes_moved(node) / NOMINAL.bytes_per_second)
-    return work + (NOMINAL.seconds_per_call if work else 0.0)
+def _is_static(value: Tensor) -> bool:
+    strides = value.stride() if value.layout is torch.strided else ()
+    return all(isinstance(n, int) for n in (*value.shape, *strides))
 
 
-def _numel(node: Node) -> int:
-    value = value_of(node)
-    return 0 if value is None else value.numel()
+def _value(argument: object) -> object:
+    if not isinstance(argument, Node):
+        return argument
+    return tree_map(lambda value: _bounded(argument, value), argument.meta.get("val"))
+
+
+def _bounded(node: Node, value: object) -> object:
+    """Return a value of ``node`` with sizes that depend on data at their upper bound."""
+    if isinstance(value, torch.SymInt):
+        return _bound(node, value)
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or _is_static(value):
+        return value
+    return torch.empty([_bound(node, n) for n in value.shape], dtype=value.dtype, device="meta")
+
+
+def _bound(node: Node, size: int | torch.SymInt) -> int:
+    bound = upper_bound(size)
+    if bound is None:
+        raise UsageError(
+            f"the cost of {node.target} cannot be counted: its size depends on data and has no upper bound",
+            where=source_of(node),
+            fix="leave profile out, so that the stages are measured, or give sizes as Python numbers",
+        )
+    return bound
+
+
+def _function(target: object, kwargs: Mapping[str, object]) -> str:
+    """Return the name of the element-wise function, with its backward and its variants under one name."""
+    if kwargs.get("approximate") == "tanh":
+        return "tanh"
+    return facts(target).function or str(target).removeprefix("aten.").split(".")[0]
+
+
+def _num_bytes(value: Tensor) -> int:
+    """Return the bytes that are really there: an expanded dimension is stored once."""
+    size = value.element_size()
+    if value.layout is not torch.strided:
+        return size * value.numel()
+    for extent, stride in zip(value.shape, value.stride(), strict=True):
+        size *= 1 if stride == 0 and extent > 0 else int(extent)
+    return size
+
+
+def _is_view(target: object) -> bool:
+    if not isinstance(target, OpOverload):
+        return False
+    aliases = [r.alias_info for r in schema(target).returns]
+    return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
+
+
+def _is_causal(target: object, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Return whether an attention call skips the upper half of the scores."""
+    if not isinstance(target, OpOverload):
+        return False
+    arguments = schema(target).arguments
+    position = next((i for i, a in enumerate(arguments) if a.name == "is_causal"), None)
+    if position is None:
+        return False
+    return (args[position] if position < len(args) else kwargs.get("is_causal")) is True

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import Argument
 
 from zbcompile.errors import SplitError
-from zbcompile.passes.torch_patches import joint_trace_patched, quiet
+from zbcompile.passes.torch_patches import CHECKPOINT, checkpoint_marked, joint_trace_patched, quiet
 from zbcompile.runtime.signals import deferred_signals
 
 try:
@@ -294,19 +294,9 @@ def node_meta(node: Node) -> contextlib.AbstractContextManager[None]:
     return fx_traceback.set_current_meta(node)
 
 
-_CHECKPOINT = "zbcompile_checkpoint"
-
-
-@contextlib.contextmanager
-def checkpoint_marked() -> Iterator[None]:
-    """Make the nodes that are traced inside known to `in_checkpoint`."""
-    with fx_traceback.preserve_node_meta(), fx_traceback.annotate({_CHECKPOINT: True}):
-        yield
-
-
 def in_checkpoint(node: Node) -> bool:
     """Return whether a traced node was made under `checkpoint_marked`."""
-    return _CHECKPOINT in (node.meta.get("custom") or ())
+    return CHECKPOINT in (node.meta.get("custom") or ())
 
 
 @dataclass(frozen=True)

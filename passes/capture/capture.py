@@ -227,7 +227,7 @@ class _Traced(nn.Module):
         args, kwargs, target = unflatten(self.spec, flat)
         (tables,), (loss_fn,) = self.tables, self.losses
         before = torch_private.assigned_buffers(tables)
-        as_eager = torch_patches.as_in_eager() if self.eager else contextlib.nullcontext()
+        as_eager = torch_patches.patched("eager path") if self.eager else contextlib.nullcontext()
         record, now = self.record, dict(_named(tables))
         traced = {key: now[name] for key, name in record.held.items()}
         with torch_private.outside_the_trace():  # the forward may change them
@@ -236,9 +236,8 @@ class _Traced(nn.Module):
         branches = None if record.answers is None else FixedBranches(record.answers)
         guard = TraceGuard(traced, sys._getframe(), list(self.pinned.values()), buffers, branches)
         record.guard = guard
-        hooks, state = torch_patches.without_tensor_hooks(), state_guarded(tables, record.changes)
-        asked = torch_patches.truth_asked_first(guard.truth, guard.demand)
-        with as_eager, traced_modes(), hooks, state, asked, guard:
+        asked = torch_patches.Answers(guard.truth, guard.demand)
+        with as_eager, traced_modes(asked), state_guarded(tables, record.changes), guard:
             value: object = self.model(*args, **kwargs)
             loss = None if loss_fn is None else loss_fn(value, target)
         _write_assigned_buffers(before, tables)
@@ -294,9 +293,8 @@ def _export(whole: _Traced, tensors: Sequence[Tensor]) -> ExportedProgram:
     failure is told.
     """
     detached = tuple(tensor.detach() for tensor in tensors)
-    grouped, strides = torch_patches.grouped_products_of_any_dtype(), torch_patches.strides_of_kernels()
     modes = torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[])
-    with modes[0], modes[1], modes[2], grouped, strides, torch_patches.quiet():
+    with modes[0], modes[1], modes[2], torch_patches.patched("fake tensors"), torch_patches.quiet():
         try:
             return _export_once(whole, detached)
         except ZBCompileError:

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 
 from zbcompile.passes.capture.custom_functions import FunctionCall
 from zbcompile.passes.capture.nested_values import Spec
+from zbcompile.passes.nodes import value_of
 
 __all__ = ["Captured", "Region", "Role", "RoleKind"]
 
@@ -104,3 +105,9 @@ class Captured:
     functions: Mapping[int, FunctionCall]
     read_buffers: Mapping[str, Tensor] = field(default_factory=dict)
     metrics: tuple[int, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first tensor that the graph takes; the CPU where it takes none."""
+        values = map(value_of, self.module.graph.find_nodes(op="placeholder"))
+        return next((value.device for value in values if value is not None), torch.device("cpu"))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zbcompile.errors import CaptureError
 from zbcompile.passes.provenance import caller_source
-from zbcompile.passes.torch_patches import attribute_replaced
+from zbcompile.passes.torch_patches import Patch, applied
 
 __all__ = ["Draws", "compared_draws"]
 
@@ -119,14 +119,7 @@ class _Drawn:
 @contextlib.contextmanager
 def compared_draws() -> Iterator[None]:
     """Let code compare uniform draws of Python and numpy with a rate of 0 while it is traced."""
-    numpy = sys.modules.get("numpy")
-    owners: list[tuple[object, str, Sequence[str]]] = [(random, "the random module", ("random", "uniform"))]
-    if numpy is not None:
-        owners.append((numpy.random, "numpy.random", ("random", "rand", "uniform")))
-    with contextlib.ExitStack() as stack:
-        for owner, kind, names in owners:
-            for name in names:
-                stack.enter_context(attribute_replaced(owner, name, _drawing(vars(owner)[name], kind)))
+    with applied(_PATCHES):
         yield
 
 
@@ -136,3 +129,19 @@ def _drawing(given: _Function, kind: str) -> _Function:
         return _Drawn(kind) if is_unit else given(*args, **kwargs)
 
     return draw
+
+
+def _numpy_random() -> object:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random
+
+
+_WHY = "what is drawn while a model is traced would be the same in every step"
+_PATCHES = tuple(
+    Patch("forward", where, name, lambda given, _, kind=kind: _drawing(given, kind), _WHY)  # type: ignore[misc]
+    for where, kind, names in (
+        (lambda: random, "the random module", ("random", "uniform")),
+        (_numpy_random, "numpy.random", ("random", "rand", "uniform")),
+    )
+    for name in names
+)

@@ -80,7 +80,9 @@ class _Simplifier:
                 node.replace_all_uses_with(other)
                 self.graph.erase_node(node)
         for node in reversed(list(self.graph.nodes)):
-            if node.op == "call_function" and not node.users and _is_pure(node):
+            if node.op != "call_function" or node.users or node in self.boundary:
+                continue
+            if _is_pure(node):
                 self.graph.erase_node(node)
 
     def _is_no_op(self, node: Node) -> bool:

@@ -15,7 +15,7 @@ from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.custom_functions import is_function_call
 from zbcompile.passes.capture.data_checks import is_check
 from zbcompile.passes.nodes import is_getitem
-from zbcompile.passes.op_costs import flops, is_heavy
+from zbcompile.passes.op_costs import count_node, has_bounds, is_heavy
 from zbcompile.passes.torch_private import OpOverload
 
 __all__ = ["auxiliary_nodes", "needed_auxiliary"]
@@ -27,7 +27,7 @@ HEAVY_SHARE = 1e-3
 def auxiliary_nodes(captured: Captured, groups: StorageGroups) -> set[Node]:
     """Return the auxiliary calls of a captured graph. ``groups`` : of that graph."""
     nodes = list(captured.module.graph.nodes)
-    limit = HEAVY_SHARE * sum(flops(node) for node in nodes)
+    limit = HEAVY_SHARE * sum(_heavy_flops(node) for node in nodes)
     changed = {other for node in nodes for other in changed_arguments(node)}
     tainted = {node for node in nodes if _taints(node, captured, changed, limit)}
     size = -1
@@ -48,9 +48,15 @@ def _taints(node: Node, captured: Captured, changed: set[Node], limit: float) ->
         return True
     if is_check(node.target):
         return True
-    if is_heavy(node) and flops(node) >= limit:
+    if is_heavy(node) and _heavy_flops(node) >= limit:
         return True
     return not (isinstance(node.target, OpOverload) or is_getitem(node))
+
+
+def _heavy_flops(node: Node) -> int:
+    """Return the operations of a heavy call; 0 for any other and where its sizes have no bound."""
+    count = count_node(node) if is_heavy(node) and has_bounds(node) else None
+    return 0 if count is None else count.flops
 
 
 def needed_auxiliary(nodes: Iterable[Node], auxiliary: set[Node], groups: StorageGroups) -> set[Node]:

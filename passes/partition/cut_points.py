@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from zbcompile.passes.aliasing import StorageGroups, tensor_bytes
 from zbcompile.passes.nodes import value_of
-from zbcompile.passes.op_costs import seconds
+from zbcompile.passes.partition.balance import Work
 from zbcompile.passes.provenance import module_path_of, source_of
 from zbcompile.passes.torch_private import functorch_nesting
 
@@ -34,8 +34,8 @@ class CutPoint:
         Index in the order of the first call after the cut.
     live_bytes
         Bytes of the forward messages across the cut.
-    seconds_before
-        Counted forward time of everything before it.
+    work_before
+        Counted times of F, B and W of everything before it.
     module_path, source
         Of the first call after it.
     depth
@@ -44,10 +44,15 @@ class CutPoint:
 
     position: int
     live_bytes: int
-    seconds_before: float
+    work_before: Work
     module_path: str
     source: str
     depth: int
+
+    @property
+    def seconds_before(self) -> float:
+        """Counted time of everything before it, F, B and W together."""
+        return 1e-9 * self.work_before.total_ns
 
 
 @dataclass(frozen=True)
@@ -58,23 +63,21 @@ class CallOrder:
     ----------
     nodes
         The calls.
-    costs
-        Counted forward seconds of each.
+    works
+        Counted times of each.
     cuts
         The legal cuts, in order.
     total
-        Counted forward seconds of all.
+        Counted times of all.
     """
 
     nodes: tuple[Node, ...]
-    costs: tuple[float, ...]
+    works: tuple[Work, ...]
     cuts: tuple[CutPoint, ...]
-    total: float
+    total: Work
 
 
-def call_order(
-    nodes: Sequence[Node], groups: StorageGroups, seconds_of: Callable[[Node], float] = seconds
-) -> CallOrder:
+def call_order(nodes: Sequence[Node], groups: StorageGroups, work_of: Callable[[Node], Work]) -> CallOrder:
     """Return all legal cuts between calls.
 
     Parameters
@@ -83,8 +86,8 @@ def call_order(
         The calls that are not auxiliary, in graph order.
     groups
         Of the whole graph.
-    seconds_of
-        Counts the time of a call.
+    work_of
+        Counts the times of a call.
     """
     position = {node: i for i, node in enumerate(nodes)}
     count = len(nodes)
@@ -98,15 +101,15 @@ def call_order(
             _span(illegal, first, last, 1)
     for first, last in [*_inseparable(nodes, position, groups), *_transforms(nodes)]:
         _span(illegal, first, last, 1)
-    costs = [seconds_of(node) for node in nodes]
-    before = [0.0, *accumulate(costs)]
+    works = [work_of(node) for node in nodes]
+    before = [Work(0, 0, 0), *accumulate(works)]
     blocked, crossing = list(accumulate(illegal)), list(accumulate(live))
     cuts = tuple(
         CutPoint(i, crossing[i], before[i], module_path_of(nodes[i]), source_of(nodes[i]), _depth(nodes, i))
         for i in range(1, count)
         if not blocked[i]
     )
-    return CallOrder(tuple(nodes), tuple(costs), cuts, before[-1])
+    return CallOrder(tuple(nodes), tuple(works), cuts, before[-1])
 
 
 def _span(differences: list[int], first: int, last: int, amount: int) -> None:

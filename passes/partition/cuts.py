@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from zbcompile.errors import CutError, UsageError
 from zbcompile.passes.nodes import value_of
+from zbcompile.passes.partition.balance import Line
 from zbcompile.passes.partition.cut_points import CallOrder, CutPoint, has_known_layout
 from zbcompile.passes.provenance import module_path_of, source_of
+from zbcompile.schedule.costs import Link
 
 __all__ = ["balanced_cuts", "named_cuts"]
 
 BUCKETS_PER_STAGE = 48
+MOST_CUTS = 400
 TOLERANCE = 0.05
-"""A stage may exceed the best possible largest stage by this share if that makes messages smaller."""
+"""A step may exceed the best possible span by this share if that makes messages smaller."""
 
 
-def balanced_cuts(order: CallOrder, num_stages: int) -> tuple[CutPoint, ...]:
-    """Return the cuts with the smallest messages among those whose largest stage is near the best.
+def balanced_cuts(
+    order: CallOrder, num_stages: int, link: Link | None = None, num_microbatches: int | None = None
+) -> tuple[CutPoint, ...]:
+    """Return the cuts with the smallest messages among those whose span is near the best.
 
     Near means within `TOLERANCE`. Every stage gets a call that costs something (a view alone is no stage).
+
+    Parameters
+    ----------
+    order
+        The calls and where they may be cut.
+    num_stages
+        At least 1.
+    link
+        Between neighbouring stages; None: messages take no time.
+    num_microbatches
+        Of a step, if every stage has a rank of its own; None balances the work of the stages alone.
 
     Raises
     ------
@@ -29,8 +44,7 @@ def balanced_cuts(order: CallOrder, num_stages: int) -> tuple[CutPoint, ...]:
     """
     if num_stages == 1:
         return ()
-    total = order.total
-    distinct = _distinct(order.cuts, total)
+    distinct = _distinct(order)
     if len(distinct) < num_stages - 1:
         raise CutError(
             f"{num_stages} stages wanted, {len(distinct)} legal cut points; {_largest(order)}",
@@ -38,92 +52,39 @@ def balanced_cuts(order: CallOrder, num_stages: int) -> tuple[CutPoint, ...]:
             given=len(distinct),
             fix="ask for fewer stages" + _sizes_from_data(order),
         )
-    cuts = _thinned(distinct, total, num_stages)
-    ends = [0.0, *(cut.seconds_before for cut in cuts), total]
-    smallest = _smallest_cap(ends, num_stages)
-    return _least_bytes(cuts, ends, num_stages, smallest * (1 + TOLERANCE))
+    cuts = _thinned(distinct, order.total.total_ns, num_stages)
+    line = Line(
+        [*(cut.work_before for cut in cuts), order.total],
+        [link.transfer_ns(cut.live_bytes) if link else 0 for cut in cuts],
+        [(cut.live_bytes, cut.depth) for cut in cuts],
+        num_stages,
+        num_microbatches,
+    )
+    return tuple(cuts[position] for position in line.cuts(TOLERANCE))
 
 
-def _distinct(cuts: Sequence[CutPoint], total: float) -> list[CutPoint]:
+def _distinct(order: CallOrder) -> list[CutPoint]:
     """Return one cut, the best, per cost before it; leave out those without work on both sides."""
-    inner = [cut for cut in cuts if 0.0 < cut.seconds_before < total]
-    return _best_per(inner, lambda cut: cut.seconds_before)
+    inner = [cut for cut in order.cuts if 0 < cut.work_before.total_ns < order.total.total_ns]
+    return _best_per(inner, lambda cut: cut.work_before.total_ns)
 
 
-def _thinned(cuts: list[CutPoint], total: float, num_stages: int) -> list[CutPoint]:
+def _thinned(cuts: list[CutPoint], total_ns: int, num_stages: int) -> list[CutPoint]:
     """Return the best cut of every slice of the cost axis: keeps the search small on long graphs."""
     limit = BUCKETS_PER_STAGE * num_stages
-    if len(cuts) <= max(limit, 200):
+    if len(cuts) <= max(limit, MOST_CUTS):
         return cuts
-    thinned = _best_per(cuts, lambda cut: int(limit * cut.seconds_before / total))
+    thinned = _best_per(cuts, lambda cut: limit * cut.work_before.total_ns // total_ns)
     return thinned if len(thinned) >= num_stages - 1 else cuts
 
 
-def _best_per(cuts: Sequence[CutPoint], key: Callable[[CutPoint], float]) -> list[CutPoint]:
-    best: dict[float, CutPoint] = {}
+def _best_per(cuts: Sequence[CutPoint], key: Callable[[CutPoint], int]) -> list[CutPoint]:
+    best: dict[int, CutPoint] = {}
     for cut in cuts:
         old = best.setdefault(key(cut), cut)
         if (cut.live_bytes, cut.depth) < (old.live_bytes, old.depth):
             best[key(cut)] = cut
     return [best[value] for value in sorted(best)]
-
-
-def _smallest_cap(ends: list[float], num_stages: int) -> float:
-    """Return the smallest possible cost of the largest stage, by bisection (no stage is empty)."""
-
-    def fits(cap: float) -> bool:
-        at, stages = 0, 0
-        while at < len(ends) - 1 and stages < num_stages:
-            reach = bisect_left(ends, ends[at] + cap * (1 + 1e-12) + 1e-15, at + 1)
-            reach -= reach == len(ends) or ends[reach] > ends[at] + cap * (1 + 1e-12) + 1e-15
-            remaining = num_stages - stages - 1
-            reach = min(reach, len(ends) - 1 - remaining)
-            if reach <= at:
-                return False
-            at, stages = reach, stages + 1
-        return at == len(ends) - 1
-
-    low, high = 0.0, ends[-1]
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
-
-
-def _least_bytes(
-    cuts: list[CutPoint], ends: list[float], num_stages: int, cap: float
-) -> tuple[CutPoint, ...]:
-    """Return the cuts of least (bytes, depth, squared stage cost), by dynamic programming over stages."""
-    last = len(ends) - 1
-    slack = cap * (1 + 1e-9) + 1e-15
-    scores: list[dict[int, tuple[int, int, float]]] = [{0: (0, 0, 0.0)}]
-    back: list[dict[int, int]] = [{}]
-    for stage in range(1, num_stages + 1):
-        row: dict[int, tuple[int, int, float]] = {}
-        came: dict[int, int] = {}
-        for start, (size, depth, square) in scores[-1].items():
-            for end in range(start + 1, last + 1 if stage == num_stages else last):
-                cost = ends[end] - ends[start]
-                if cost > slack:
-                    break
-                if stage == num_stages and end != last:
-                    continue
-                cut = cuts[end - 1] if end < last else None
-                score = (
-                    size + (cut.live_bytes if cut else 0),
-                    depth + (cut.depth if cut else 0),
-                    square + cost * cost,
-                )
-                if end not in row or score < row[end]:
-                    row[end], came[end] = score, start
-        scores.append(row)
-        back.append(came)
-    chosen, end = [], last
-    for stage in range(num_stages, 0, -1):
-        end = back[stage][end]
-        if end:
-            chosen.append(cuts[end - 1])
-    return tuple(reversed(chosen))
 
 
 def named_cuts(order: CallOrder, split_points: Sequence[str], num_stages: int) -> tuple[CutPoint, ...]:
@@ -208,6 +169,6 @@ def _largest(order: CallOrder) -> str:
     """Name the most expensive span between two legal cuts by its most expensive call."""
     if not order.nodes:
         return "the graph has no calls"
-    cost, node = max(zip(order.costs, order.nodes, strict=True), key=lambda pair: pair[0])
+    _, node = max(zip(order.works, order.nodes, strict=True), key=lambda pair: pair[0].total_ns)
     target = str(node.target).removesuffix(".default").removesuffix(".input")
     return f"the largest indivisible op is {target} in {module_path_of(node)!r}"

@@ -9,7 +9,7 @@ that needs them; a value that skips stages goes straight from producer to consum
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,11 +19,14 @@ from zbcompile.errors import CutError, UsageError
 from zbcompile.passes.aliasing import StorageGroups
 from zbcompile.passes.capture.captured import Captured, Role
 from zbcompile.passes.nodes import value_of
-from zbcompile.passes.op_costs import seconds
+from zbcompile.passes.op_costs import nominal_device
 from zbcompile.passes.partition.auxiliary import auxiliary_nodes, needed_auxiliary
+from zbcompile.passes.partition.balance import Work
+from zbcompile.passes.partition.call_costs import call_counts, work_on
 from zbcompile.passes.partition.cut_points import CutPoint, call_order
 from zbcompile.passes.partition.cuts import balanced_cuts, named_cuts
 from zbcompile.passes.provenance import module_path_of, source_of
+from zbcompile.schedule.devices import Device
 
 __all__ = ["Policy", "StageSource", "Wire", "partition"]
 
@@ -73,7 +76,7 @@ class StageSource:
     modules
         Paths of the modules whose calls it holds, in order.
     seconds
-        Counted forward time.
+        Counted time of a microbatch, forward and backward.
     auxiliary
         Names of the calls that other stages may repeat.
     """
@@ -93,7 +96,8 @@ def partition(
     num_stages: int,
     *,
     split_points: Sequence[str] | Policy | None = None,
-    seconds_of: Callable[[Node], float] = seconds,
+    device: Device | None = None,
+    num_microbatches: int | None = None,
 ) -> tuple[StageSource, ...]:
     """Cut a captured graph into stages.
 
@@ -105,9 +109,11 @@ def partition(
         Into how many stages.
     split_points
         Names of the modules that start the second and later stages, or a function that chooses among the
-        legal cuts. By default stages have equal counted forward times.
-    seconds_of
-        Counts the time of a call; by default on one core of a CPU.
+        legal cuts. By default those with the shortest step by counted times (see `balance`).
+    device
+        Whose times; by default `nominal_device` of what the model was captured for.
+    num_microbatches
+        Of a step, if every stage has a rank of its own.
 
     Raises
     ------
@@ -122,9 +128,11 @@ def partition(
     groups = StorageGroups(graph)
     auxiliary = auxiliary_nodes(captured, groups)
     main = [node for node in graph.nodes if node.op == "call_function" and node not in auxiliary]
-    order = call_order(main, groups, seconds_of)
+    device = device or nominal_device(captured.device)
+    works = {node: work_on(device, count) for node, count in call_counts(captured, groups).items()}
+    order = call_order(main, groups, works.__getitem__)
     if split_points is None:
-        cuts: Sequence[CutPoint] = balanced_cuts(order, num_stages)
+        cuts: Sequence[CutPoint] = balanced_cuts(order, num_stages, device.link, num_microbatches)
     elif callable(split_points):
         cuts = _chosen(split_points, order.cuts, num_stages)
     else:
@@ -133,7 +141,7 @@ def partition(
     stage_of = {
         node: stage for stage in range(num_stages) for node in main[starts[stage] : starts[stage + 1]]
     }
-    pieces = _Pieces(captured, groups, auxiliary, stage_of, num_stages - 1, seconds_of)
+    pieces = _Pieces(captured, groups, auxiliary, stage_of, num_stages - 1, works)
     return tuple(pieces.source(stage) for stage in range(num_stages))
 
 
@@ -160,7 +168,7 @@ class _Pieces:
     auxiliary: set[Node]
     stage_of: dict[Node, int]
     last: int
-    seconds_of: Callable[[Node], float]
+    works: Mapping[Node, Work]
 
     @property
     def results(self) -> list[Node]:
@@ -193,7 +201,7 @@ class _Pieces:
             tuple(inputs),
             tuple(outputs.values()),
             tuple(path for path in dict.fromkeys(map(module_path_of, own)) if path),
-            sum(map(self.seconds_of, own)),
+            1e-9 * sum(self.works[node].total_ns for node in own),
             tuple(n.name for n in nodes if n in helpers),
         )
 

@@ -10,15 +10,18 @@ from dataclasses import replace
 
 from torch.fx import GraphModule
 
-from zbcompile.passes.op_costs import seconds
+from zbcompile.passes.op_costs import node_ns
 from zbcompile.passes.profile.measure import edges_of
 from zbcompile.passes.split.stage_graphs import Graphs, StageGraphs
 from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.devices import Device
 
 __all__ = ["rescaled_profile"]
 
 
-def rescaled_profile(profile: Profile, old: Sequence[StageGraphs], new: Sequence[StageGraphs]) -> Profile:
+def rescaled_profile(
+    profile: Profile, old: Sequence[StageGraphs], new: Sequence[StageGraphs], device: Device
+) -> Profile:
     """Return the costs of stages whose shapes differ from those of a profile.
 
     Parameters
@@ -27,15 +30,20 @@ def rescaled_profile(profile: Profile, old: Sequence[StageGraphs], new: Sequence
         Costs of ``old``.
     old, new
         The same stages for two shapes.
+    device
+        Whose counted times scale the costs.
     """
-    costs = tuple(map(_rescaled, profile.stages, old, new))
+    costs = tuple(
+        _rescaled(cost, before, after, device)
+        for cost, before, after in zip(profile.stages, old, new, strict=True)
+    )
     source = f"{profile.source}; scaled by counted times to another shape".removeprefix("; ")
     return replace(profile, stages=costs, edges=edges_of(new), source=source)
 
 
-def _rescaled(cost: StageCost, old: StageGraphs, new: StageGraphs) -> StageCost:
+def _rescaled(cost: StageCost, old: StageGraphs, new: StageGraphs, device: Device) -> StageCost:
     forward, backward_input, backward_weight, full = (
-        _seconds(getattr(new.graphs, name)) / (_seconds(getattr(old.graphs, name)) or 1.0)
+        _ns(getattr(new.graphs, name), device) / (_ns(getattr(old.graphs, name), device) or 1)
         for name in Graphs.__slots__
     )
     return replace(
@@ -52,5 +60,5 @@ def _rescaled(cost: StageCost, old: StageGraphs, new: StageGraphs) -> StageCost:
     )
 
 
-def _seconds(module: GraphModule) -> float:
-    return sum(map(seconds, module.graph.nodes))
+def _ns(module: GraphModule, device: Device) -> int:
+    return sum(node_ns(node, device) for node in module.graph.nodes)

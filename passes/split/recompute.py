@@ -10,7 +10,8 @@ from zbcompile.errors import UsageError
 from zbcompile.passes.aliasing import is_random, viewed_arguments
 from zbcompile.passes.joint.graph_facts import is_elementwise
 from zbcompile.passes.nodes import value_of
-from zbcompile.passes.op_costs import is_heavy, seconds
+from zbcompile.passes.op_costs import is_heavy, node_ns
+from zbcompile.schedule.devices import Device
 
 __all__ = ["Recompute", "check_recompute", "recompute_price", "recompute_seconds"]
 
@@ -36,7 +37,7 @@ def check_recompute(recompute: Recompute) -> None:
         )
 
 
-def recompute_price(recompute: Recompute, backend: str) -> Callable[[Node], int | None]:
+def recompute_price(recompute: Recompute, backend: str, device: Device) -> Callable[[Node], int | None]:
     """Return a function that gives the cost of computing a value again.
 
     The cost is in bytes, to be weighed against the bytes of the values that need not be kept. It is 0 for
@@ -52,14 +53,14 @@ def recompute_price(recompute: Recompute, backend: str) -> Callable[[Node], int 
             return None if is_heavy(node) else 0
         if recompute == "full":
             return 0
-        return int(float(recompute) * recompute_seconds(node, backend))
+        return int(float(recompute) * recompute_seconds(node, backend, device))
 
     return price
 
 
-def recompute_seconds(node: Node, backend: str) -> float:
-    """Return the counted time of computing ``node`` once more under a backend."""
-    time = seconds(node)
+def recompute_seconds(node: Node, backend: str, device: Device) -> float:
+    """Return the counted time of computing ``node`` once more on a device under a backend."""
+    time = 1e-9 * node_ns(node, device)
     if backend == "inductor" and is_elementwise(node) and value_of(node) is not None:
         return FUSED_SHARE * time
     return time

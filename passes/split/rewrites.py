@@ -15,7 +15,14 @@ from collections.abc import Collection
 from zbcompile.errors import UsageError
 from zbcompile.passes.joint import joint_passes
 
-__all__ = ["FOLD_MASKS", "WRITE_IN_PLACE", "check_known", "rewrite_names", "skipped_from_environment"]
+__all__ = [
+    "FOLD_MASKS",
+    "WRITE_IN_PLACE",
+    "check_known",
+    "required_rewrites",
+    "rewrite_names",
+    "skipped_from_environment",
+]
 
 FOLD_MASKS = "fold_constant_masks"
 WRITE_IN_PLACE = "write_in_place"
@@ -24,6 +31,11 @@ WRITE_IN_PLACE = "write_in_place"
 def rewrite_names() -> tuple[str, ...]:
     """Return the names of all rewrites in the order in which they run."""
     return (FOLD_MASKS, *(rewrite.name for rewrite in joint_passes.JOINT_PASSES), WRITE_IN_PLACE)
+
+
+def required_rewrites() -> dict[str, str]:
+    """Return the names of rewrites that no pipeline is right without -> why."""
+    return {rewrite.name: rewrite.required for rewrite in joint_passes.JOINT_PASSES if rewrite.required}
 
 
 def check_known(skip: Collection[str]) -> None:
@@ -46,9 +58,7 @@ def skipped_from_environment() -> tuple[str, ...]:
     asked = [name.strip() for name in os.environ.get("ZBCOMPILE_SKIP", "").split(",")]
     asked = [name for name in asked if name]
     check_known(asked)
-    for rewrite in joint_passes.JOINT_PASSES:
-        if rewrite.name in asked and rewrite.required:
-            raise UsageError(
-                f"the rewrite {rewrite.name} cannot be skipped: {rewrite.required}", where="ZBCOMPILE_SKIP"
-            )
+    for name, why in required_rewrites().items():
+        if name in asked:
+            raise UsageError(f"the rewrite {name} cannot be skipped: {why}", where="ZBCOMPILE_SKIP")
     return tuple(name for name in rewrite_names() if name in asked)

@@ -23,6 +23,7 @@ from zbcompile.errors import SplitError
 from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.joint.joint_pass import Observer, unobserved
 from zbcompile.passes.joint.trace import JointStage
+from zbcompile.passes.op_costs import nominal_device
 from zbcompile.passes.partition.partition import StageSource
 from zbcompile.passes.split.assemble import assemble
 from zbcompile.passes.split.phase_cuts import kept_for_backward, kept_for_weight
@@ -32,6 +33,7 @@ from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.passes.split.stage_values import StageValues
 from zbcompile.passes.split.structural_hash import renamed
 from zbcompile.passes.split.traces import trace_all
+from zbcompile.schedule.devices import Device
 
 __all__ = ["Recompute", "split_backward"]
 
@@ -45,6 +47,7 @@ def split_backward(
     share: bool = True,
     skip: Collection[str] = (),
     observer: Observer = unobserved,
+    device: Device | None = None,
 ) -> tuple[StageGraphs, ...]:
     """Differentiate and split every stage.
 
@@ -62,6 +65,8 @@ def split_backward(
         Names of rewrites to leave out (see `rewrites`).
     observer
         Called after each rewrite of a joint graph.
+    device
+        On which a recomputed call takes its counted time; by default as for `partition`.
 
     Raises
     ------
@@ -72,7 +77,7 @@ def split_backward(
     """
     check_recompute(recompute)
     check_known(skip)
-    price = recompute_price(recompute, backend)
+    price = recompute_price(recompute, backend, device or nominal_device(captured.device))
     traced = trace_all(captured, sources, share=share, skip=skip, observer=observer)
     split: dict[int, tuple[StageSource, StageGraphs]] = {}
     for stage in traced:

@@ -28,8 +28,8 @@ class CutReport:
         Paths of the modules whose calls it holds, in order.
     num_parameters, parameter_bytes
         Elements and bytes of its parameters.
-    forward_seconds
-        Time of F, counted from shapes (see `op_costs`).
+    seconds
+        Time of F, B and W of a microbatch, counted from shapes (see `call_costs`).
     received_bytes, sent_bytes
         What a microbatch brings from other stages and takes to them, each target counted.
     saved_bytes, saved_for_weight_bytes
@@ -40,7 +40,7 @@ class CutReport:
     modules: tuple[str, ...]
     num_parameters: int
     parameter_bytes: int
-    forward_seconds: float
+    seconds: float
     received_bytes: int
     sent_bytes: int
     saved_bytes: int
@@ -50,7 +50,7 @@ class CutReport:
         first, last = (self.modules[0], self.modules[-1]) if self.modules else ("-", "-")
         return (
             f"stage {self.index}: {first} .. {last} | {self.num_parameters} parameters, "
-            f"{self.parameter_bytes} B | counted F {self.forward_seconds * 1e3:.3f} ms | "
+            f"{self.parameter_bytes} B | counted F, B and W {self.seconds * 1e3:.3f} ms | "
             f"in {self.received_bytes} B, out {self.sent_bytes} B | "
             f"held F to B {self.saved_bytes} B, B to W {self.saved_for_weight_bytes} B"
         )

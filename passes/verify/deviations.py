@@ -46,6 +46,19 @@ class Deviation:
     largest: float = 0.0
     phase: str = ""
 
+    @property
+    def words(self) -> str:
+        """Which value, in words: ``gradient of layers.2.weight, computed by BW,``."""
+        through = f", computed by {self.phase}," if self.phase else ""
+        return f"{self.kind} of {self.name.lstrip('.') or 'the result'}{through}"
+
+    @property
+    def size(self) -> str:
+        """How far it is off, in words."""
+        if self.error == float("inf"):
+            return "nothing comparable"
+        return f"relative error {self.error:.1e}, largest difference {self.largest:.1e}"
+
 
 @dataclass(frozen=True)
 class VerifyReport:
@@ -57,10 +70,23 @@ class VerifyReport:
         One `Deviation` per output, parameter gradient and buffer; one more per gradient that differs by BW.
     tolerance
         The relative error that was allowed.
+    needs_reason
+        Whether a value that is not equal to the bit is wrong without a reason, however small the error.
     """
 
     values: tuple[Deviation, ...]
     tolerance: float
+    needs_reason: bool = True
+
+    @property
+    def wrong(self) -> tuple[Deviation, ...]:
+        """The values that differ by more than is allowed: outputs first, the largest error first."""
+        found = [
+            value
+            for value in self.values
+            if not value.error <= self.tolerance or (self.needs_reason and value.error and not value.reason)
+        ]
+        return tuple(sorted(found, key=lambda value: (value.kind != "output", -value.error)))
 
     @property
     def exact(self) -> bool:

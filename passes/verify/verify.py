@@ -27,13 +27,38 @@ from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.passes.verify.deviations import Deviation, Values, VerifyReport, deviations
 from zbcompile.passes.verify.rounding_reasons import reasons_of, tolerance_of
 
-__all__ = ["cheap_to_verify", "verify"]
+__all__ = ["cheap_to_verify", "compare", "place_of", "verify"]
 
 SMALL_BYTES = 1 << 30
 """Parameters of the largest model that is verified unless told otherwise."""
 
 
 def verify(
+    model: nn.Module,
+    staged: StagedModel,
+    args: Sequence[object] = (),
+    kwargs: Mapping[str, object] | None = None,
+    target: object = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    *,
+    tolerance: float | None = None,
+) -> VerifyReport:
+    """Compare stages with their model as `compare` does, and raise if a value is wrong.
+
+    Raises
+    ------
+    SplitError
+        A value differs by more than is allowed; names parameter, module, stage and the largest difference.
+    UsageError
+        As `compare`.
+    """
+    report = compare(model, staged, args, kwargs, target, loss_fn, tolerance=tolerance)
+    if report.wrong:
+        raise _mismatch(staged, report)
+    return report
+
+
+def compare(
     model: nn.Module,
     staged: StagedModel,
     args: Sequence[object] = (),
@@ -59,10 +84,13 @@ def verify(
     tolerance
         A relative error allowed for every value instead, with or without a reason.
 
+    Returns
+    -------
+    VerifyReport
+        All values, right or wrong.
+
     Raises
     ------
-    SplitError
-        A value differs by more; names parameter, module, stage and the largest difference.
     UsageError
         A model without weights (on the meta device), one that fails on the example or changes the shape of a
         buffer, or a gradient hook.
@@ -81,12 +109,7 @@ def verify(
     values = deviations(found, expected, reasons)
     by_bw = [v for v in deviations(fused, expected, reasons) if v.kind == "gradient" and v not in values]
     values += tuple(replace(v, phase="BW") for v in by_bw)
-    report = VerifyReport(values, allowed)
-    wrong = [v for v in values if not v.error <= allowed or (v.error and not v.reason and tolerance is None)]
-    if wrong:
-        first = max(wrong, key=lambda value: (value.kind == "output", value.error))
-        raise _mismatch(staged, first, len(wrong), allowed)
-    return report
+    return VerifyReport(values, allowed, needs_reason=tolerance is None)
 
 
 def _run_model(
@@ -146,23 +169,27 @@ def _run_stages(model: nn.Module, staged: StagedModel, batch: list[Tensor], *, f
     }
 
 
-def _mismatch(staged: StagedModel, value: Deviation, count: int, allowed: float) -> SplitError:
+def place_of(staged: StagedModel, value: Deviation) -> str:
+    """Return ``stage 1, weight of module layers.2``: who computes a value."""
     module, _, leaf = value.name.rpartition(".")
     holders = [str(s.index) for s in staged.stages if value.name in (*s.trainable, *s.buffers)]
     if value.kind == "output":
         position = list(staged.result_spec.paths()).index(value.name)
         holders, module = [f"{staged.result_ports[position][0]} or earlier"], ""
     place = f"stage {', '.join(holders)}" if holders else "in no stage"
-    name = value.name.lstrip(".") or "the result"
+    return f"{place}, {leaf} of module {module}" if module else place
+
+
+def _mismatch(staged: StagedModel, report: VerifyReport) -> SplitError:
+    value, count, allowed = report.wrong[0], len(report.wrong), report.tolerance
     more = f", and {count - 1} more values do" if count > 1 else ""
-    size = f"relative error {value.error:.1e}, largest difference {value.largest:.1e}"
-    through = f", computed by {value.phase}," if value.phase else ""
     return SplitError(
-        f"the {value.kind} of {name}{through} differs from plain autograd{more}",
-        where=f"{place}, {leaf} of module {module}" if module else place,
+        f"the {value.words} differs from plain autograd{more}",
+        where=place_of(staged, value),
         needed=f"within {allowed:.0e}: {value.reason}" if value.reason else "equal to the bit",
-        given=size if value.error < float("inf") else "nothing comparable",
-        fix="report the model; verify=False runs it unchecked, with gradients that are likely wrong",
+        given=value.size,
+        fix="report the model; zbcompile bisect names the rewrite that does it; verify=False runs "
+        "it unchecked, with gradients that are likely wrong",
     )
 
 

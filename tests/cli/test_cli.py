@@ -14,6 +14,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from tests.support.places import EXAMPLES
 from zbcompile.cli.inputs import parse_caps, parse_placement, parse_time
 from zbcompile.cli.main import COMMANDS, build_parser, main
 from zbcompile.errors import UsageError
@@ -224,6 +225,18 @@ def test_messages_that_would_be_mixed_up_are_found_in_torchs_csv(capsys, tmp_pat
     assert code == 1
     assert "mixed up" in err
     assert "channel from rank 0 to rank 1" in err
+
+
+def test_check_reads_a_lineage_and_concludes_nothing_from_it(capsys, tmp_path: Path) -> None:
+    example, path = EXAMPLES / "four-unequal-stages.schedule.json", tmp_path / "other.json"
+    document, plain = json.loads(example.read_text()), run(capsys, "check", example, "--certificate")
+    assert plain[0] == 0
+    for lineage, code in ((["v_list", "anneal"], 0), (["\x1b[2J"], 2), ("anneal", 2), (["a"] * 65, 2)):
+        document["certificate"]["lineage"] = lineage
+        path.write_text(json.dumps(document))
+        found = run(capsys, "check", path, "--certificate")
+        assert found == plain if code == 0 else found[0] == code
+        assert code == 0 or "certificate.lineage" in found[2]
 
 
 def test_a_certificate_of_another_value_fails_the_check(capsys, schedule_path: Path) -> None:

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from tests.support.places import GOLDEN
 from zbcompile.errors import FormatError
-from zbcompile.formats import checkpoint_json, measured_json, profile_json, schedule_json, torch_csv
+from zbcompile.formats import (
+    checkpoint_json,
+    measured_json,
+    problem_json,
+    profile_json,
+    schedule_json,
+    torch_csv,
+)
 from zbcompile.formats.detect import load_schedule
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Kind, Schedule
@@ -285,7 +292,7 @@ def test_what_a_profile_may_say_can_be_written_and_read_again(numbers: list[int]
     size = times[0] % 10**6
     profile = Profile(stages, (Edge(0, 1, size, size),), Link(latency, rate), overhead_ns=overhead)
     try:
-        profile_json.check_amount(profile, count, "profile")
+        problem_json.check_amount(profile, count, "profile")
     except FormatError:
         return
     problem = Problem.of(profile, num_microbatches=count)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tests.fuzz import documents
 from tests.fuzz.documents import NASTY
+from zbcompile.formats.schemas import SCHEMAS
 
 __all__ = ["REDIRECTIONS", "Case", "make_case"]
 
@@ -202,7 +203,7 @@ def _compare(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, l
 
 
 def _schema(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, list[str]]:
-    return "schema", _maybe(rng, 0.9, _value(rng, "schedule", "profile", "measured", "nothing"))
+    return "schema", _maybe(rng, 0.9, _value(rng, *SCHEMAS, "nothing"))
 
 
 def _profile(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, list[str]]:
@@ -219,6 +220,18 @@ def _profile(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, l
     words = [_value(rng, *names), "--stages", _value(rng, "1", "2", "1048576", "0")]
     words += _maybe(rng, 0.5, "--device", _value(rng, "H100", "CPU", "abacus"))
     return "profile", words + _maybe(rng, 0.2, "--microbatches", _value(rng, "4", "0")) + _output(rng)
+
+
+def _bisect(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, list[str]]:
+    put("model.py", documents.factory(rng))
+    names = ("model.py:make", "model.py:other", "absent.py:make", ":")
+    words = [_value(rng, *names), "--stages", _value(rng, "1", "2", "1048576", "0")]
+    words += [
+        _value(rng, "1", "2", "1048576", "0"),
+        *_maybe(rng, 0.3, "--backend", _value(rng, "eager", "x")),
+    ]
+    words += _maybe(rng, 0.3, "--recompute", _value(rng, "none", "full", "some"))
+    return "bisect", words + _maybe(rng, 0.3, "--split-points", _value(rng, "1", "a,,b", ","))
 
 
 def _rehearse(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, list[str]]:
@@ -238,5 +251,5 @@ def _nothing(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, l
     return rng.choice((*NASTY, "--help", "--version", "pla", "help", "--frob")), _maybe(rng, 0.3, "x")
 
 
-_COMMANDS = (_show, _check, _convert, _plan, _compare, _schema, _profile, _rehearse, _demo, _nothing)
-_WEIGHTS = (25, 20, 22, 16, 3, 3, 3, 3, 2, 3)
+_COMMANDS = (_show, _check, _convert, _plan, _compare, _schema, _profile, _bisect, _rehearse, _demo, _nothing)
+_WEIGHTS = (25, 20, 22, 16, 3, 3, 2, 1, 3, 2, 3)

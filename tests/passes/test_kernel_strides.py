@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zbcompile
-from zbcompile.passes.torch_patches import strides_of_kernels
+from zbcompile.passes.torch_patches import patched
 
 aten = torch.ops.aten
 IMAGES = [
@@ -34,7 +34,7 @@ def _strides(call: Callable[..., object], tensors: Sequence[Tensor]) -> tuple[in
 
 
 def _foretold(call: Callable[..., object], tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    with FakeTensorMode() as mode, strides_of_kernels():
+    with FakeTensorMode() as mode, patched("fake tensors"):
         return _strides(call, [mode.from_tensor(t) for t in tensors])
 
 

@@ -14,6 +14,7 @@ from tests.support.places import DATA
 from zbcompile.planner.core.instance import KINDS, B, Codes, F, Instance, W
 from zbcompile.planner.core.score import value_of
 from zbcompile.planner.core.scorer import Scorer
+from zbcompile.planner.exact.model import solve_exact
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Placement
 from zbcompile.schedule.least_memory import least_headroom
@@ -108,6 +109,14 @@ def brute_force(problem: Problem) -> int:
     ]
     values = (value_of(instance, list(rows)) for rows in itertools.product(*alone))
     return min(value for value in values if value is not None)
+
+
+def exact_value(problem: Problem) -> int:
+    """The optimum, proved by CP-SAT without any bound of ours."""
+    result = solve_exact(Instance.of(problem), lower=0, time_limit_s=120)
+    assert result.proved, "the instance is too large for this test"
+    assert result.value_ns == result.bound_ns
+    return result.bound_ns
 
 
 def v_problem(p: int, m: int, cap: int, latency: int = 754) -> Problem:

@@ -11,7 +11,7 @@ from zbcompile.cli.shared_options import add_output, add_schedule_input
 from zbcompile.compiler.lower import lower_order
 from zbcompile.errors import CheckError, UsageError
 from zbcompile.formats import chrome_trace, measured_json, schedule_json, torch_csv
-from zbcompile.formats.fields import Fields, parse_json
+from zbcompile.formats.fields import parse_json
 from zbcompile.formats.files import read_text
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.formats.streams import say
@@ -97,7 +97,8 @@ def _certified(file: ScheduleFile, schedule: Schedule) -> ScheduleFile:
 def _is_measured(text: str, where: str) -> bool:
     if not text.lstrip().startswith("{"):
         return False
-    return Fields(parse_json(text, where), where).optional("format") == measured_json.NAME
+    document = parse_json(text, where)
+    return isinstance(document, dict) and document.get("format") == measured_json.FILE.name
 
 
 def _written(file: ScheduleFile, form: Form) -> str:

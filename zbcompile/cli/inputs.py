@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zbcompile.errors import UsageError
-from zbcompile.formats import profile_json
+from zbcompile.formats import problem_json, profile_json
 from zbcompile.formats.detect import load_schedule
 from zbcompile.formats.files import read_text
 from zbcompile.formats.profile_json import ProfileFile
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.formats.streams import say
-from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.ir import PLACEMENTS, Placement
 from zbcompile.schedule.limits import MAX_AMOUNT, check_plannable
 from zbcompile.schedule.problem import Problem
 
@@ -144,7 +144,7 @@ def parse_placement(text: str, num_stages: int) -> Placement:
                 "--placement lists the rank of every stage", needed=f"{num_stages} ranks", given=text[:60]
             )
         return Placement(tuple(int(w[:9]) for w in words))
-    return profile_json.named_placement(text, num_stages)
+    return problem_json.named_placement(text, num_stages)
 
 
 def check_directory() -> None:
@@ -206,7 +206,7 @@ def _asked_placement(arguments: argparse.Namespace, file: ProfileFile) -> Placem
     text, ranks, stages = arguments.placement, arguments.ranks, file.profile.num_stages
     if ranks is not None and ranks > stages:
         raise UsageError(f"{ranks} ranks cannot share {stages} stages", needed=f"at most {stages} ranks")
-    if ranks is not None and text in ("linear", "looped", "v"):
+    if ranks is not None and text in PLACEMENTS:
         if stages % ranks:
             raise UsageError(
                 f"{stages} stages do not divide evenly among {ranks} ranks", fix="use --placement auto"
@@ -270,7 +270,7 @@ def _attached(file: ScheduleFile, profile: ProfileFile) -> ScheduleFile:
     Where the profile offers variants, those that the file names are chosen, else the stages themselves.
     """
     schedule, variants, offered = file.schedule, file.variants, None
-    profile_json.check_amount(profile.profile, schedule.num_microbatches, "--profile")
+    problem_json.check_amount(profile.profile, schedule.num_microbatches, "--profile")
     problem = replace(profile, placement=None, num_microbatches=None).problem(
         placement=schedule.placement, num_microbatches=schedule.num_microbatches
     )

@@ -69,6 +69,11 @@ COMMANDS = (
         "cut a model into stages and measure or count what they cost; profile JSON on standard output",
     ),
     Command(
+        "bisect",
+        "zbcompile.cli.bisect",
+        "compare a model's stages with plain autograd and name the rewrite behind a wrong gradient",
+    ),
+    Command(
         "rehearse",
         "zbcompile.cli.rehearse",
         "run a schedule on real processes with sleeping compute; planned against measured",

@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         verify=None if device is None else False,
         planned_for=device,
         skip=skipped_from_environment(),
+        num_microbatches=arguments.microbatches,
     )
     for report in staged.reports:
         say(report)

@@ -12,7 +12,7 @@ __all__ = ["add_options", "run"]
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("name", nargs="?", help="schedule, profile or measured; without one, their names")
+    parser.add_argument("name", nargs="?", help=f"one of {', '.join(SCHEMAS)}; without one, their names")
 
 
 def run(arguments: argparse.Namespace) -> int:

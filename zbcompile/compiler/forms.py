@@ -33,6 +33,7 @@ from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import ShapeError, UsageError
 from zbcompile.options import CompileOptions
 from zbcompile.passes.capture.with_loss import with_loss
+from zbcompile.passes.op_costs import nominal_device
 from zbcompile.passes.profile.rescaled import rescaled_profile
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.passes.verify.verify import cheap_to_verify
@@ -143,7 +144,8 @@ def first_form(
     """
     _check_number(options, call)
     cache = PlanCache(options, num_ranks, call)
-    staged = _stages(options, call, known=cache.knows, observer=observer)
+    alone = num_ranks == options.num_stages
+    staged = _stages(options, call, known=cache.knows, rank_each=alone, observer=observer)
     if options.verify is not False and cheap_to_verify(options.model):
         check_batch_dimension(options.model, call.signature, batch, call.num_microbatches, options.joined_dim)
     return _planned(options, group, planners, call, staged, cache, observer)
@@ -177,7 +179,9 @@ def further_form(
     else:
         # Tensors of other ranks' stages are not trained here, or freed: no rank compares or uses them.
         staged = without_tensors(_stages_of_shape(options, first, call))
-        profile = rescaled_profile(first.plan.problem.profile, first.staged.stages, staged.stages)
+        counted = options.profile if isinstance(options.profile, Device) else None
+        device = counted or nominal_device(staged.captured.device)
+        profile = rescaled_profile(first.plan.problem.profile, first.staged.stages, staged.stages, device)
     given = options.schedule
     fits = given is not None and given.num_microbatches == call.num_microbatches
     quick = replace(
@@ -230,8 +234,10 @@ def _stages(
     call: CallForm,
     homes: list[tuple[str, ...]] | None = None,
     known: Callable[[StagedModel], bool] | None = None,
+    rank_each: bool = False,
     observer: Observer = quiet,
 ) -> StagedModel:
+    """Capture, cut and split the model; with ``rank_each`` every stage has a rank of its own."""
     one = call.example
     return build_stages(
         options.model,
@@ -246,6 +252,7 @@ def _stages(
         backend=options.backend,
         verify=False if homes is not None and options.free_model else options.verify,
         planned_for=options.profile if isinstance(options.profile, Device) else None,
+        num_microbatches=call.num_microbatches if rank_each else None,
         constant=call.constants,
         fixed_branches=options.fixed_branches,
         known=known,

@@ -11,14 +11,12 @@ from torch import Tensor, nn
 
 from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.errors import UsageError
-from zbcompile.passes import op_costs
 from zbcompile.passes.capture.capture import capture
 from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.constant_masks import fold_constant_masks
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.partition.homes import SameHomes
 from zbcompile.passes.partition.partition import Policy, StageSource, partition
-from zbcompile.passes.profile.counted import counted_seconds
 from zbcompile.passes.split.backends import check_backend, with_backend
 from zbcompile.passes.split.rewrites import FOLD_MASKS, check_known
 from zbcompile.passes.split.split_backward import Recompute, split_backward
@@ -28,7 +26,7 @@ from zbcompile.passes.verify.verify import cheap_to_verify
 from zbcompile.passes.verify.verify import verify as compare_with_model
 from zbcompile.schedule.devices import Device
 
-__all__ = ["build_stages"]
+__all__ = ["build_stages", "captured_with_loss", "split_into_stages"]
 
 
 def build_stages(
@@ -46,6 +44,7 @@ def build_stages(
     device: torch.device | str | None = None,
     verify: bool | None = False,
     planned_for: Device | None = None,
+    num_microbatches: int | None = None,
     constant: Collection[int] = (),
     fixed_branches: bool = False,
     known: Callable[[StagedModel], bool] | None = None,
@@ -72,7 +71,10 @@ def build_stages(
     verify
         Whether F, B and W of all stages are compared with the untouched model; None: where that is cheap.
     planned_for
-        Device on which the stages shall take equal times; None: one core of a CPU, by nominal rates.
+        Device on which the stages shall take equal times and recompute its price; None: the nominal one of
+        what the model is captured for (`nominal_device`).
+    num_microbatches
+        Of a step, if every stage has a rank of its own.
     constant
         Flat positions of the tensors in (args, kwargs, target) whose values become part of the graphs.
     fixed_branches
@@ -97,6 +99,57 @@ def build_stages(
     """
     check_backend(backend)
     check_known(skip)
+    captured = captured_with_loss(
+        model,
+        args,
+        kwargs,
+        target=target,
+        loss_fn=loss_fn,
+        device=device,
+        constant=constant,
+        fixed_branches=fixed_branches,
+    )
+    observer("capture", captured)
+    if FOLD_MASKS not in skip:
+        fold_constant_masks(captured)
+    observer("fold_constant_masks", captured)
+    staged = split_into_stages(
+        captured,
+        num_stages,
+        split_points=split_points if homes is None else SameHomes(captured, homes),
+        recompute=recompute,
+        backend=backend,
+        planned_for=planned_for,
+        num_microbatches=num_microbatches,
+        skip=skip,
+        observer=observer,
+    )
+    if verify is None:
+        verify = cheap_to_verify(with_loss(model, loss_fn)) and not (known and known(staged))
+    if verify:
+        report = compare_with_model(model, staged, args, kwargs, target, loss_fn)
+        observer("verify", report)
+    return staged
+
+
+def captured_with_loss(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    target: Any = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    device: torch.device | str | None = None,
+    constant: Collection[int] = (),
+    fixed_branches: bool = False,
+) -> Captured:
+    """Capture a model on one example microbatch as `build_stages` does, with a loss that is a real scalar.
+
+    Raises
+    ------
+    CaptureError, UsageError
+        As `capture`; or the loss function gives no real scalar.
+    """
     captured = capture(
         model,
         args,
@@ -107,34 +160,51 @@ def build_stages(
         constant=constant,
         fixed_branches=fixed_branches,
     )
-    captured = _with_usable_loss(captured, loss_fn is not None)
-    observer("capture", captured)
-    if FOLD_MASKS not in skip:
-        fold_constant_masks(captured)
-    observer("fold_constant_masks", captured)
-    seconds_of = op_costs.seconds if planned_for is None else counted_seconds(planned_for)
-    if homes is not None:
-        split_points = SameHomes(captured, homes)
-    sources = partition(captured, num_stages, split_points=split_points, seconds_of=seconds_of)
+    return _with_usable_loss(captured, loss_fn is not None)
+
+
+def split_into_stages(
+    captured: Captured,
+    num_stages: int,
+    *,
+    split_points: Sequence[str] | Policy | None = None,
+    recompute: Recompute = "none",
+    backend: str = "eager",
+    planned_for: Device | None = None,
+    num_microbatches: int | None = None,
+    skip: Collection[str] = (),
+    observer: Observer = quiet,
+) -> StagedModel:
+    """Cut a captured model and split the backward of every stage; the arguments are those of `build_stages`.
+
+    The captured model stays as it is.
+
+    Raises
+    ------
+    CutError, SplitError, UsageError
+        Each names module path and source line where known.
+    """
+    sources = partition(
+        captured,
+        num_stages,
+        split_points=split_points,
+        device=planned_for,
+        num_microbatches=num_microbatches,
+    )
     observer("partition", sources)
     stages = split_backward(
         captured,
         sources,
         recompute=recompute,
         backend=backend,
+        device=planned_for,
         skip=skip,
         observer=lambda step: observer("split_backward.joint", step),
     )
     observer("split_backward", stages)
     stages = with_backend(stages, backend, skip)
     observer("backend", stages)
-    staged = _staged(captured, sources, stages, backend)
-    if verify is None:
-        verify = cheap_to_verify(with_loss(model, loss_fn)) and not (known and known(staged))
-    if verify:
-        report = compare_with_model(model, staged, args, kwargs, target, loss_fn)
-        observer("verify", report)
-    return staged
+    return _staged(captured, sources, stages, backend)
 
 
 def _staged(

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zbcompile.errors import FormatError
-from zbcompile.formats.fields import Fields, format_json, parse_json, plain
+from zbcompile.formats.records import Document, Field, Record
+from zbcompile.formats.shapes import AMOUNT, Json
 
-__all__ = ["NAME", "PLAN_FILE", "TRAINING_FILE", "CheckpointFile", "dumps", "loads"]
+__all__ = ["FILE", "PLAN_FILE", "TRAINING_FILE", "CheckpointFile", "dumps", "loads"]
 
-NAME = "zbcompile.checkpoint"
-VERSION = 1
 TRAINING_FILE, PLAN_FILE = "training.json", "plan.json"
 
 
@@ -37,6 +35,24 @@ class CheckpointFile:
     extra: object = None
 
 
+FILE = Document(
+    "zbcompile.checkpoint",
+    version=1,
+    title="zbcompile checkpoint",
+    record=Record(
+        CheckpointFile,
+        (
+            Field("step", AMOUNT, "number of the next step", key="step_number"),
+            Field(
+                "seed", AMOUNT, "of the random streams; with the step's number it chooses the dropout masks"
+            ),
+            Field("extra", Json(), "the user's own, any JSON value"),
+        ),
+        "Where training stands: training.json of a checkpoint's folder.",
+    ),
+)
+
+
 def dumps(content: CheckpointFile) -> str:
     """Return the text of the file.
 
@@ -45,14 +61,7 @@ def dumps(content: CheckpointFile) -> str:
     FormatError
         ``extra`` is no JSON value, or too deep; the message says what of it.
     """
-    document = {
-        "format": NAME,
-        "version": VERSION,
-        "step": content.step_number,
-        "seed": content.seed,
-        "extra": plain(content.extra, "extra"),
-    }
-    return format_json(document)
+    return FILE.dumps(content)
 
 
 def loads(text: str, where: str = TRAINING_FILE) -> CheckpointFile:
@@ -63,11 +72,4 @@ def loads(text: str, where: str = TRAINING_FILE) -> CheckpointFile:
     FormatError
         The text is broken, foreign or out of bounds; the message names the field.
     """
-    fields = Fields(parse_json(text, where), where)
-    fields.header(NAME, VERSION)
-    if not fields.has("extra"):
-        raise FormatError("field 'extra' is missing", where=where)
-    step, seed = fields.integer("step"), fields.integer("seed")
-    extra = plain(fields.optional("extra"), fields.at("extra"))
-    fields.done()
-    return CheckpointFile(step, seed, extra)
+    return FILE.loads(text, where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zbcompile.errors import FormatError
 from zbcompile.formats import schedule_json
 from zbcompile.formats.fields import guarded
-from zbcompile.formats.profile_json import MAX_STAGES
+from zbcompile.formats.problem_json import MAX_STAGES
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.schedule.ir import Schedule
 

@@ -1,4 +1,4 @@
-"""JSON in and out: strict parsing, typed access to fields that names the place of a fault, stable bytes."""
+"""JSON in and out: strict parsing, checks of single values that name the place of a fault, stable bytes."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from zbcompile.errors import FormatError, UsageError, printable
 from zbcompile.schedule.limits import MAX_AMOUNT
 
 __all__ = [
-    "Choice",
-    "Fields",
+    "MAX_TEXT",
+    "at",
     "format_json",
     "guarded",
     "integer",
     "items",
+    "moved",
     "parse_json",
     "plain",
+    "quoted",
     "readable",
+    "text",
 ]
 
-_MAX_TEXT = 1000
+MAX_TEXT = 1000
+"""Most characters of a text in a file."""
+
 _MAX_DEPTH = 16
 _LINE = 110
 _encode = json.JSONEncoder(allow_nan=False).encode
 T = TypeVar("T")
-Choice = TypeVar("Choice", bound=str)
-"""A `Literal` of the words that a field may hold."""
 
 
 def parse_json(text: str, where: str) -> object:
@@ -108,6 +111,11 @@ def _short_lists(values: Sequence[object], indent: int) -> list[str] | None:
     return [f"[{part}]" for part in parts]
 
 
+def at(where: str, name: str) -> str:
+    """Return the place of a field of an object, for messages."""
+    return f"{where}.{name}" if where else name
+
+
 def guarded(build: Callable[[], T], where: str) -> T:
     """Run a constructor and turn its `UsageError` into a `FormatError` with the place in the file."""
     try:
@@ -115,10 +123,12 @@ def guarded(build: Callable[[], T], where: str) -> T:
     except UsageError as error:
         if isinstance(error, FormatError) and error.where.startswith(where):
             raise
-        place = f"{where}, {error.where}" if error.where else where
-        raise FormatError(
-            error.what, where=place, needed=error.needed, given=error.given, fix=error.fix
-        ) from None
+        raise moved(error, f"{where}, {error.where}" if error.where else where) from None
+
+
+def moved(error: UsageError, where: str) -> FormatError:
+    """Return a `FormatError` that says the same of a place in a file."""
+    return FormatError(error.what, where=where, needed=error.needed, given=error.given, fix=error.fix)
 
 
 def integer(value: object, where: str, *, low: int = 0, high: int = MAX_AMOUNT) -> int:
@@ -130,9 +140,9 @@ def integer(value: object, where: str, *, low: int = 0, high: int = MAX_AMOUNT) 
         It is not.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise FormatError("expected a whole number", where=where, given=_short(value))
+        raise FormatError("expected a whole number", where=where, given=quoted(value))
     if not low <= value <= high:
-        raise FormatError("number out of range", where=where, needed=f"{low} to {high}", given=_short(value))
+        raise FormatError("number out of range", where=where, needed=f"{low} to {high}", given=quoted(value))
     return value
 
 
@@ -145,7 +155,7 @@ def items(value: object, where: str, *, high: int) -> list[object]:
         It is not.
     """
     if not isinstance(value, list):
-        raise FormatError("expected a list", where=where, given=_short(value))
+        raise FormatError("expected a list", where=where, given=quoted(value))
     if len(value) > high:
         raise FormatError("too many entries", where=where, needed=f"at most {high}", given=len(value))
     return value
@@ -162,24 +172,31 @@ def plain(value: object, where: str, depth: int = 0) -> object:
     if depth > _MAX_DEPTH:
         raise FormatError("nested too deeply", where=where, needed=f"at most {_MAX_DEPTH} levels")
     if isinstance(value, str):
-        return _text(value, where)
+        return text(value, where)
     if isinstance(value, float) and not math.isfinite(value):
         raise FormatError("expected a finite number", where=where, given=value)
     if isinstance(value, (list, tuple)):
         return [plain(entry, where, depth + 1) for entry in value]
     if isinstance(value, Mapping):
-        return {_text(key, where): plain(entry, where, depth + 1) for key, entry in value.items()}
+        return {text(key, where): plain(entry, where, depth + 1) for key, entry in value.items()}
     if value is None or isinstance(value, (bool, int, float)):
         return value
     raise FormatError("not a JSON value", where=where, given=type(value).__name__)
 
 
-def _text(value: object, where: str) -> str:
+def text(value: object, where: str) -> str:
+    """Return a value that is printable text of at most 1000 characters.
+
+    Raises
+    ------
+    FormatError
+        It is not.
+    """
     if not isinstance(value, str):
-        raise FormatError("expected text", where=where, given=_short(value))
-    if len(value) > _MAX_TEXT or not value.isprintable():
+        raise FormatError("expected text", where=where, given=quoted(value))
+    if len(value) > MAX_TEXT or not value.isprintable():
         raise FormatError(
-            "expected printable text", where=where, needed=f"at most {_MAX_TEXT} characters, none of control"
+            "expected printable text", where=where, needed=f"at most {MAX_TEXT} characters, none of control"
         )
     return value
 
@@ -189,110 +206,10 @@ def readable(text: str) -> str:
 
     What is written can be read again, whatever the module of a stage is called.
     """
-    return printable(text).replace("\n", " ")[:_MAX_TEXT]
+    return printable(text).replace("\n", " ")[:MAX_TEXT]
 
 
-def _short(value: object) -> str:
-    text = ascii(value) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-class Fields:
-    """The fields of one JSON object.
-
-    Every method that reads a field raises `FormatError` with the place of a field that is missing or wrong.
-    `done` refuses the fields that nobody read.
-
-    Parameters
-    ----------
-    value
-        The object.
-    where
-        Its place in the file, for messages.
-    """
-
-    def __init__(self, value: object, where: str) -> None:
-        if not isinstance(value, dict):
-            raise FormatError("expected an object", where=where, given=_short(value))
-        self.where = where
-        self._left: dict[str, object] = dict(value)
-
-    def at(self, name: str) -> str:
-        """Return the place of a field, for messages."""
-        return f"{self.where}.{name}" if self.where else name
-
-    def take(self, name: str) -> object:
-        """Return a field that must be there."""
-        if name not in self._left:
-            raise FormatError(f"field {name!r} is missing", where=self.where)
-        return self._left.pop(name)
-
-    def optional(self, name: str) -> object:
-        """Return a field, or None when it is absent or null."""
-        return self._left.pop(name, None)
-
-    def has(self, name: str) -> bool:
-        """Return whether a field is there and not yet read."""
-        return name in self._left
-
-    def integer(self, name: str, default: int | None = None, *, low: int = 0, high: int = MAX_AMOUNT) -> int:
-        """Return a whole number; without a default it must be there."""
-        if default is not None and name not in self._left:
-            return default
-        return integer(self.take(name), self.at(name), low=low, high=high)
-
-    def text(self, name: str, default: str | None = None) -> str:
-        """Return printable text of at most 1000 characters; without a default it must be there."""
-        if default is not None and name not in self._left:
-            return default
-        return _text(self.take(name), self.at(name))
-
-    def flag(self, name: str, default: bool) -> bool:
-        """Return true or false."""
-        value = self._left.pop(name, default)
-        if not isinstance(value, bool):
-            raise FormatError("expected true or false", where=self.at(name), given=_short(value))
-        return value
-
-    def list(self, name: str, *, high: int) -> list[object]:
-        """Return a list with at most ``high`` entries; empty when absent or null."""
-        value = self._left.pop(name, None)
-        return [] if value is None else items(value, self.at(name), high=high)
-
-    def one_of(self, name: str, choices: Sequence[Choice], default: str) -> Choice:
-        """Return one of some words; a default that is none of them means that the field must be there."""
-        value = self.text(name, default)
-        for choice in choices:
-            if value == choice:
-                return choice
-        raise FormatError(f"unknown {name} {_short(value)}", where=self.where, needed=" or ".join(choices))
-
-    def header(self, name: str, version: int) -> None:
-        """Read the fields ``format`` and ``version`` and refuse another format or version."""
-        given = self._left.pop("format", None)
-        if given != name:
-            raise FormatError(
-                f"not a {name} file",
-                where=self.where,
-                needed=f'"format": "{name}"',
-                given=_short(given),
-                fix="give the file to the command that reads its format",
-            )
-        number = self.take("version")
-        if type(number) is not int or number != version:
-            raise FormatError(
-                "this version of the format is not known",
-                where=self.at("version"),
-                needed=version,
-                given=_short(number),
-                fix="write the file again with this zbcompile, or update zbcompile",
-            )
-
-    def done(self) -> None:
-        """Refuse the fields that were not read."""
-        if self._left:
-            raise FormatError(
-                f"unknown field {_short(next(iter(self._left)))}",
-                where=self.where,
-                fix="remove it or correct its name; `zbcompile schema` prints the fields",
-            )
+def quoted(value: object) -> str:
+    """Return a value of a file as messages quote it: at most 40 characters of ASCII."""
+    shown = ascii(value) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
+    return shown if len(shown) <= 40 else shown[:37] + "..."

@@ -6,16 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zbcompile.errors import FormatError
-from zbcompile.formats.fields import Fields, format_json, integer, items, parse_json, readable
-from zbcompile.formats.profile_json import MAX_STAGES
-from zbcompile.formats.schedule_json import action_from, action_to
+from zbcompile.formats.fields import integer
+from zbcompile.formats.problem_json import MAX_STAGES
+from zbcompile.formats.records import Document, Field, Record
+from zbcompile.formats.schedule_json import ACTION, action_to
+from zbcompile.formats.shapes import AMOUNT, TEXT, ListOf, Schema, Shape, row_schema
 from zbcompile.schedule.ir import MAX_COUNT, Action, Kind
-from zbcompile.schedule.limits import MAX_AMOUNT
 
-__all__ = ["NAME", "Measured", "dumps", "loads"]
-
-NAME = "zbcompile.measured"
-VERSION = 1
+__all__ = ["FILE", "Measured", "dumps", "loads"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +58,46 @@ class Measured:
         return sum(end - start for action, start, end in self.ranks[rank] if action.kind.is_compute)
 
 
+class _Event(Shape[tuple[Action, int, int]]):
+    """``[action, start_ns, end_ns]``; the end is not before the start."""
+
+    def read(self, value: object, where: str) -> tuple[Action, int, int]:
+        if not isinstance(value, list) or len(value) != 3:
+            raise FormatError("expected [action, start_ns, end_ns]", where=where)
+        action, start = ACTION.read(value[0], where), integer(value[1], f"{where} (start_ns)")
+        return action, start, integer(value[2], f"{where} (end_ns)", low=start)
+
+    def write(self, value: tuple[Action, int, int]) -> list[object]:
+        action, start, end = value
+        return [action_to(action), start, end]
+
+    def schema(self, definitions: Schema) -> Schema:
+        return row_schema(definitions, ACTION, AMOUNT, AMOUNT)
+
+
+FILE = Document(
+    "zbcompile.measured",
+    version=1,
+    title="zbcompile measured timeline",
+    record=Record(
+        Measured,
+        (
+            Field("source", TEXT, "where it was measured", default=""),
+            Field(
+                "ranks",
+                ListOf(ListOf(_Event(), most=len(Kind) * MAX_COUNT), most=MAX_STAGES),
+                "per rank, in the order executed: [action, start_ns, end_ns] on one clock, "
+                "whose zero is the first start",
+            ),
+        ),
+        "When every action of one step began and ended.",
+    ),
+)
+
+
 def dumps(measured: Measured) -> str:
     """Return the text of a measured timeline."""
-    rows = [[[action_to(action), start, end] for action, start, end in row] for row in measured.ranks]
-    return format_json(
-        {"format": NAME, "version": VERSION, "source": readable(measured.source), "ranks": rows}
-    )
+    return FILE.dumps(measured)
 
 
 def loads(text: str, where: str = "measured timeline") -> Measured:
@@ -76,22 +108,4 @@ def loads(text: str, where: str = "measured timeline") -> Measured:
     FormatError
         The text is broken, foreign or out of bounds; the message names the entry.
     """
-    fields = Fields(parse_json(text, where), where)
-    fields.header(NAME, VERSION)
-    rows = items(fields.take("ranks"), fields.at("ranks"), high=MAX_STAGES)
-    ranks = []
-    for rank, row in enumerate(rows):
-        place = f"{fields.at('ranks')}[{rank}]"
-        entries = items(row, place, high=len(Kind) * MAX_COUNT)
-        ranks.append(tuple(_event(entry, f"{place}[{k}]") for k, entry in enumerate(entries)))
-    result = Measured(tuple(ranks), fields.text("source", ""))
-    fields.done()
-    return result
-
-
-def _event(value: object, where: str) -> tuple[Action, int, int]:
-    if not isinstance(value, list) or len(value) != 3:
-        raise FormatError("expected [action, start_ns, end_ns]", where=where)
-    action = action_from(value[0], where, MAX_STAGES, MAX_COUNT)
-    start = integer(value[1], f"{where} (start_ns)")
-    return action, start, integer(value[2], f"{where} (end_ns)", low=start, high=MAX_AMOUNT)
+    return FILE.loads(text, where)

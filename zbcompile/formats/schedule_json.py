@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zbcompile.errors import FormatError, UsageError
-from zbcompile.formats.fields import Fields, format_json, guarded, integer, items, parse_json, plain, readable
-from zbcompile.formats.profile_json import (
+from zbcompile.formats.fields import at, guarded, integer, items
+from zbcompile.formats.problem_json import (
+    CAPS,
+    COUNT,
     MAX_STAGES,
-    caps_from,
+    OBJECTIVE,
+    PLACEMENT,
+    PROFILE,
+    RANK,
+    TRANSPORT,
     check_amount,
-    placement_from,
-    profile_from,
-    profile_to,
+)
+from zbcompile.formats.records import Document, Field, Record
+from zbcompile.formats.shapes import (
+    AMOUNT,
+    TEXT,
+    JsonObject,
+    ListOf,
+    Schema,
+    Shape,
+    Whole,
+    Word,
+    row_schema,
 )
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.ir import MAX_COUNT, Action, Kind, Placement, Schedule
 from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS, Problem
 from zbcompile.schedule.solution import Certificate, Solution
 
-__all__ = ["NAME", "ScheduleFile", "action_from", "action_to", "check_size", "dumps", "loads"]
+__all__ = ["ACTION", "CERTIFICATE", "FILE", "ScheduleFile", "action_to", "check_size", "dumps", "loads"]
 
-NAME = "zbcompile.schedule"
-VERSION = 1
 _KINDS = {kind.value: kind for kind in Kind}
 _NAMES = {kind: kind.value for kind in Kind}
 _SMALL = 1 << 16
+_MAX_LINEAGE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,36 +101,134 @@ class ScheduleFile:
         )
 
 
+class _Action(Shape[Action]):
+    """``[kind, stage, microbatch]``, and for a send or receive the stage at the other end."""
+
+    name = "action"
+
+    def read(self, value: object, where: str) -> Action:
+        return _action(value, where, MAX_STAGES, MAX_COUNT)
+
+    def write(self, value: Action) -> list[object]:
+        return action_to(value)
+
+    def schema(self, definitions: Schema) -> Schema:
+        stage, microbatch = Whole(high=MAX_STAGES - 1), Whole(high=MAX_COUNT - 1)
+        compute, message = (
+            Word("kind", [kind.value for kind in Kind if kind.is_compute == wanted])
+            for wanted in (True, False)
+        )
+        return {
+            "description": "[kind, stage, microbatch], and for a send or receive the stage at the other end",
+            "oneOf": [
+                row_schema(definitions, compute, stage, microbatch),
+                row_schema(definitions, message, stage, microbatch, stage),
+            ],
+        }
+
+
+ACTION = _Action()
+
+
+class _Order(Shape[Any]):
+    """A row of actions per rank. They are read by `_order`, which knows the stages and microbatches."""
+
+    def read(self, value: object, where: str) -> list[object]:
+        return items(value, where, high=MAX_STAGES)
+
+    def write(self, value: Sequence[Sequence[Action]]) -> list[object]:
+        return [[action_to(action) for action in row] for row in value]
+
+    def schema(self, definitions: Schema) -> Schema:
+        row = ListOf(ACTION, len(Kind) * MAX_COUNT)
+        return ListOf(row, MAX_STAGES, least=1).schema(definitions)
+
+
+CERTIFICATE = Record(
+    Certificate,
+    (
+        Field("objective", Word("objective", OBJECTIVES)),
+        Field("value_ns", AMOUNT, "span or makespan of the order"),
+        Field("bound_ns", AMOUNT, "no order of this problem is shorter"),
+        Field("method", TEXT, "what proved the bound", default=""),
+        Field("witness", JsonObject(), "the bound's evidence", default=lambda _: {}, null=True),
+        Field(
+            "lineage",
+            ListOf(TEXT, _MAX_LINEAGE),
+            "how the order came to be, first to last: the start and what improved on it",
+            default=(),
+            brief=True,
+        ),
+    ),
+    name="certificate",
+)
+
+
+def _parts(content: ScheduleFile) -> Mapping[str, Any]:
+    """Return the fields of a file that its contents fill."""
+    schedule, problem = content.schedule, content.problem
+    parts = {
+        "placement": schedule.placement,
+        "num_microbatches": schedule.num_microbatches,
+        "origin": content.origin,
+        "certificate": content.certificate,
+        "order": schedule.order,
+    }
+    if problem is None:
+        return parts
+    return {
+        **parts,
+        "objective": problem.objective,
+        "transport": problem.transport,
+        "caps": problem.caps,
+        "variants": content.variants,
+        "profile": _written_profile(content, problem),
+    }
+
+
+FILE = Document(
+    "zbcompile.schedule",
+    version=1,
+    title="zbcompile schedule",
+    record=Record(
+        dict,
+        (
+            Field("placement", PLACEMENT, "the rank of every stage; ranks are 0, 1, ... without a hole"),
+            Field("microbatches", COUNT, "microbatches of a step", key="num_microbatches"),
+            Field("origin", TEXT, "how the order was found", default=""),
+            Field("certificate", CERTIFICATE, default=None, null=True, brief=True),
+            OBJECTIVE,
+            TRANSPORT,
+            CAPS,
+            Field(
+                "variants",
+                ListOf(RANK, MAX_STAGES),
+                "the variant chosen per stage, 0 for the stage itself",
+                default=(),
+                null=True,
+            ),
+            Field(
+                "profile",
+                PROFILE,
+                "with all variants that were offered",
+                default=None,
+                null=True,
+            ),
+            Field("order", _Order(), "what each rank does, first to last"),
+        ),
+        "An order of actions per rank. Times are not stored: they follow from the profile.",
+        parts=_parts,
+    ),
+)
+
+
 def dumps(content: ScheduleFile | Solution | Schedule) -> str:
     """Return the text of a schedule file. The same content gives the same bytes."""
     if isinstance(content, Solution):
         content = ScheduleFile.of(content)
     elif isinstance(content, Schedule):
         content = ScheduleFile(content)
-    schedule, problem, certificate = content.schedule, content.problem, content.certificate
-    document: dict[str, object] = {
-        "format": NAME,
-        "version": VERSION,
-        "placement": list(schedule.placement.rank_of),
-        "microbatches": schedule.num_microbatches,
-        "origin": readable(content.origin),
-    }
-    if certificate is not None:
-        document["certificate"] = {
-            "objective": certificate.objective,
-            "value_ns": certificate.value_ns,
-            "bound_ns": certificate.bound_ns,
-            "method": certificate.method,
-            "witness": plain(certificate.witness, "certificate.witness"),
-        }
-    if problem is not None:
-        document["objective"] = problem.objective
-        document["transport"] = problem.transport
-        document["caps_bytes"] = list(problem.caps)
-        document["variants"] = list(content.variants)
-        document["profile"] = profile_to(_written_profile(content, problem))
-    document["order"] = [[action_to(action) for action in row] for row in schedule.order]
-    return format_json(document)
+    return FILE.dumps(content)
 
 
 def loads(text: str, where: str = "schedule") -> ScheduleFile:
@@ -128,36 +241,24 @@ def loads(text: str, where: str = "schedule") -> ScheduleFile:
     FormatError
         The text is broken, foreign or out of bounds; the message names the field.
     """
-    fields = Fields(parse_json(text, where), where)
-    fields.header(NAME, VERSION)
-    placement = placement_from(
-        items(fields.take("placement"), fields.at("placement"), high=MAX_STAGES), where
-    )
-    count = fields.integer("microbatches", low=1, high=MAX_COUNT)
-    schedule = Schedule.of(placement, count, _order(fields, placement, count))
+    values = FILE.values(text, where)
+    placement, count = values["placement"], values["num_microbatches"]
+    schedule = Schedule.of(placement, count, _order(values["order"], at(where, "order"), placement, count))
     check_size(schedule, where)
-    problem = _problem(fields, placement, count)
-    certificate = _certificate(fields)
+    problem, certificate = _problem(values, where), values["certificate"]
     if certificate is not None and (problem is None or certificate.objective != problem.objective):
-        raise FormatError("the certificate belongs to another problem", where=fields.at("certificate"))
-    variants = tuple(
-        integer(k, fields.at("variants"), high=MAX_STAGES) for k in fields.list("variants", high=MAX_STAGES)
-    )
+        raise FormatError("the certificate belongs to another problem", where=at(where, "certificate"))
+    variants, place = values["variants"], at(where, "variants")
     if variants and len(variants) != placement.num_stages:
         raise FormatError(
-            "one variant per stage",
-            where=fields.at("variants"),
-            needed=placement.num_stages,
-            given=len(variants),
+            "one variant per stage", where=place, needed=placement.num_stages, given=len(variants)
         )
     offered = None
     if problem is not None and problem.profile.offers_variants:
         offered = problem.profile
         chosen = variants or (0,) * placement.num_stages
-        problem = problem.with_(profile=guarded(lambda: offered.choose(chosen), fields.at("variants")))
-    result = ScheduleFile(schedule, problem, certificate, variants, fields.text("origin", ""), offered)
-    fields.done()
-    return result
+        problem = problem.with_(profile=guarded(lambda: offered.choose(chosen), place))
+    return ScheduleFile(schedule, problem, certificate, variants, values["origin"], offered)
 
 
 def _written_profile(content: ScheduleFile, problem: Problem) -> Profile:
@@ -174,30 +275,6 @@ def action_to(action: Action) -> list[object]:
     """Return ``["forward", stage, microbatch]``; a send or receive has the peer stage as a fourth entry."""
     head: list[object] = [_NAMES[action.kind], action.stage, action.microbatch]
     return head if action.peer is None else [*head, action.peer]
-
-
-def action_from(value: object, where: str, num_stages: int, num_microbatches: int) -> Action:
-    """Read what `action_to` wrote.
-
-    Raises
-    ------
-    FormatError
-        The value is not an action, or a number is out of its range.
-    """
-    if not isinstance(value, list) or not 3 <= len(value) <= 4:
-        raise FormatError('expected an action such as ["forward", 0, 0]', where=where)
-    name, stage, microbatch = value[:3]
-    kind = _KINDS.get(name) if isinstance(name, str) else None
-    if kind is None:
-        raise FormatError(
-            f"unknown kind {str(name)[:40]!r}", where=where, needed="one of " + ", ".join(_KINDS)
-        )
-    integer(stage, f"{where} (stage)", high=num_stages - 1)
-    integer(microbatch, f"{where} (microbatch)", high=num_microbatches - 1)
-    if len(value) == 3:
-        return guarded(lambda: Action(kind, stage, microbatch), where)
-    peer = integer(value[3], f"{where} (peer stage)", high=num_stages - 1)
-    return guarded(lambda: Action(kind, stage, microbatch, peer), where)
 
 
 def check_size(schedule: Schedule, where: str) -> None:
@@ -219,9 +296,9 @@ def check_size(schedule: Schedule, where: str) -> None:
         )
 
 
-def _order(fields: Fields, placement: Placement, num_microbatches: int) -> list[list[Action]]:
-    where = fields.at("order")
-    rows = items(fields.take("order"), where, high=MAX_STAGES)
+def _order(
+    rows: Sequence[object], where: str, placement: Placement, num_microbatches: int
+) -> list[list[Action]]:
     if len(rows) != placement.num_ranks:
         raise FormatError(
             "one row of actions per rank", where=where, needed=placement.num_ranks, given=len(rows)
@@ -233,7 +310,7 @@ def _order(fields: Fields, placement: Placement, num_microbatches: int) -> list[
         order.append(
             [
                 _well_formed(v, stages, num_microbatches)
-                or action_from(v, f"{place}[{k}]", stages, num_microbatches)
+                or _action(v, f"{place}[{k}]", stages, num_microbatches)
                 for k, v in enumerate(entries)
             ]
         )
@@ -241,7 +318,7 @@ def _order(fields: Fields, placement: Placement, num_microbatches: int) -> list[
 
 
 def _well_formed(value: object, num_stages: int, num_microbatches: int) -> Action | None:
-    """Read a well formed action quickly; return None for others: `action_from` names what is wrong."""
+    """Read a well formed action quickly; return None for others: `_action` names what is wrong."""
     if type(value) is not list or not 3 <= len(value) <= 4 or type(value[0]) is not str:
         return None
     kind, stage, microbatch, peer = _KINDS.get(value[0]), value[1], value[2], value[-1]
@@ -256,34 +333,32 @@ def _well_formed(value: object, num_stages: int, num_microbatches: int) -> Actio
     return Action(kind, stage, microbatch, peer) if 0 <= peer < num_stages else None
 
 
-def _problem(fields: Fields, placement: Placement, num_microbatches: int) -> Problem | None:
-    profile = fields.optional("profile")
-    objective = fields.one_of("objective", OBJECTIVES, OBJECTIVES[0])
-    transport = fields.one_of("transport", TRANSPORTS, TRANSPORTS[0])
-    caps = caps_from(fields.optional("caps_bytes"), fields.at("caps_bytes"))
+def _action(value: object, where: str, num_stages: int, num_microbatches: int) -> Action:
+    """Read what `action_to` wrote."""
+    if not isinstance(value, list) or not 3 <= len(value) <= 4:
+        raise FormatError('expected an action such as ["forward", 0, 0]', where=where)
+    name, stage, microbatch = value[:3]
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise FormatError(
+            f"unknown kind {str(name)[:40]!r}", where=where, needed="one of " + ", ".join(_KINDS)
+        )
+    integer(stage, f"{where} (stage)", high=num_stages - 1)
+    integer(microbatch, f"{where} (microbatch)", high=num_microbatches - 1)
+    if len(value) == 3:
+        return guarded(lambda: Action(kind, stage, microbatch), where)
+    peer = integer(value[3], f"{where} (peer stage)", high=num_stages - 1)
+    return guarded(lambda: Action(kind, stage, microbatch, peer), where)
+
+
+def _problem(values: Mapping[str, Any], where: str) -> Problem | None:
+    profile, caps, placement = values["profile"], values["caps"], values["placement"]
+    count = values["num_microbatches"]
     if profile is None:
         if caps:
-            raise FormatError("caps without a profile say nothing", where=fields.at("caps_bytes"))
+            raise FormatError("caps without a profile say nothing", where=at(where, "caps_bytes"))
         return None
-    costs = profile_from(profile, fields.at("profile"))
-    check_amount(costs, num_microbatches, fields.at("profile"))
+    check_amount(profile, count, at(where, "profile"))
     limits = caps * placement.num_ranks if len(caps) == 1 else caps
-    return guarded(
-        lambda: Problem(costs, placement, num_microbatches, limits, objective, transport), fields.where
-    )
-
-
-def _certificate(fields: Fields) -> Certificate | None:
-    value = fields.optional("certificate")
-    if value is None:
-        return None
-    inner = Fields(value, fields.at("certificate"))
-    objective = inner.one_of("objective", OBJECTIVES, "")
-    value_ns, bound_ns = inner.integer("value_ns"), inner.integer("bound_ns")
-    method, witness = inner.text("method", ""), inner.optional("witness")
-    inner.done()
-    evidence = plain({} if witness is None else witness, inner.at("witness"))
-    if not isinstance(evidence, dict):
-        raise FormatError("expected an object", where=inner.at("witness"))
-    shown: Mapping[str, object] = evidence
-    return guarded(lambda: Certificate(objective, value_ns, bound_ns, method, shown), inner.where)
+    objective, transport = values["objective"] or OBJECTIVES[0], values["transport"] or TRANSPORTS[0]
+    return guarded(lambda: Problem(profile, placement, count, limits, objective, transport), where)

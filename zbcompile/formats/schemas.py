@@ -1,17 +1,24 @@
-"""The JSON Schemas (draft 2020-12) that the package ships for other programs and editors.
+"""The JSON Schemas (draft 2020-12) of the file formats, for other programs and editors.
 
-The readers of this package do not use them: they check more, and need no dependency.
+They are made from the descriptions that the readers and writers work by.
 """
 
 from __future__ import annotations
 
-from importlib.resources import files
+from typing import Any
 
 from zbcompile.errors import UsageError
+from zbcompile.formats import checkpoint_json, measured_json, profile_json, schedule_json
+from zbcompile.formats.records import Document
 
 __all__ = ["SCHEMAS", "schema_text"]
 
-SCHEMAS = ("schedule", "profile", "measured", "checkpoint")
+SCHEMAS: dict[str, Document[Any]] = {
+    "schedule": schedule_json.FILE,
+    "profile": profile_json.FILE,
+    "measured": measured_json.FILE,
+    "checkpoint": checkpoint_json.FILE,
+}
 
 
 def schema_text(name: str) -> str:
@@ -29,4 +36,4 @@ def schema_text(name: str) -> str:
     """
     if name not in SCHEMAS:
         raise UsageError(f"no schema is called {name[:40]!r}", needed=" or ".join(SCHEMAS))
-    return files("zbcompile.formats").joinpath(f"{name}.schema.json").read_text(encoding="utf-8")
+    return SCHEMAS[name].json_schema()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from zbcompile.errors import FormatError, UsageError
 from zbcompile.formats.fields import guarded
-from zbcompile.formats.profile_json import MAX_STAGES
+from zbcompile.formats.problem_json import MAX_STAGES
 from zbcompile.formats.schedule_json import check_size
 from zbcompile.schedule.ir import MAX_COUNT, Action, Kind, Placement, Schedule
 

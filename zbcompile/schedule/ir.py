@@ -21,10 +21,13 @@ from dataclasses import dataclass, field
 
 from zbcompile.errors import FormatError, UsageError
 
-__all__ = ["MAX_COUNT", "Action", "Kind", "Placement", "Schedule"]
+__all__ = ["MAX_COUNT", "PLACEMENTS", "Action", "Kind", "Placement", "Schedule"]
 
 MAX_COUNT = 1 << 20
 """Largest number of stages, ranks or microbatches that a file may state."""
+
+PLACEMENTS = ("linear", "looped", "v")
+"""The names of `Placement.named`. The last two take any number of stages per rank."""
 
 
 class Kind(enum.Enum):

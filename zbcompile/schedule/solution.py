@@ -31,7 +31,8 @@ class Certificate:
         The evidence of the bound, as plain JSON values (rank, windows, pair, terms of the sum).
     lineage
         How the order came to be: the parts of the planner that made it, the first from nothing, each other
-        from what the one before made (``("v_list", "fold", "anneal")``). Empty for an order from elsewhere.
+        from what the one before made (``("v_list", "fold", "anneal")``). Empty for an order from
+        elsewhere. At most 64 names go into a file; nothing is concluded from them.
 
     Raises
     ------

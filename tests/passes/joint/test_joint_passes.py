@@ -1,4 +1,4 @@
-"""The list of rewrites of joint graphs: what is checked after each, what an observer sees, what may be skipped."""
+"""The list of rewrites of joint graphs: what is checked after each, what is observed, what may be skipped."""
 
 from __future__ import annotations
 

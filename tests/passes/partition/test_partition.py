@@ -16,53 +16,84 @@ from zbcompile.errors import CutError, UsageError
 from zbcompile.passes.aliasing import StorageGroups
 from zbcompile.passes.capture.capture import capture
 from zbcompile.passes.partition.auxiliary import auxiliary_nodes
+from zbcompile.passes.partition.balance import Work, least_span_ns
 from zbcompile.passes.partition.cut_points import CallOrder, CutPoint, call_order
 from zbcompile.passes.partition.cuts import TOLERANCE, balanced_cuts
 from zbcompile.passes.partition.partition import partition
+from zbcompile.planner.plan import plan
+from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
+from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.problem import Problem
 
 
 def _order(seed: int) -> CallOrder:
     rng = random.Random(seed)
-    costs = [rng.choice([0.0, 1.0, 2.0, 3.0, 5.0]) for _ in range(12)]
-    before = [0.0, *itertools.accumulate(costs)]
+    pieces = [0, 1000, 2000, 3000, 5000]
+    works = [Work(*(rng.choice(pieces) for _ in range(3))) for _ in range(12)]
+    before = list(itertools.accumulate(works, initial=Work(0, 0, 0)))
     cuts = tuple(
         CutPoint(i, rng.randrange(1, 9), before[i], "", "", rng.randrange(3))
         for i in range(1, 12)
         if rng.random() < 0.8
     )
-    return CallOrder((), tuple(costs), cuts, before[-1])
+    return CallOrder((), tuple(works), cuts, before[-1])
 
 
-def _largest_stage(order: CallOrder, cuts: Sequence[CutPoint]) -> float:
-    ends = [0.0, *(cut.seconds_before for cut in cuts), order.total]
-    return max(b - a for a, b in itertools.pairwise(ends))
+def _span(order: CallOrder, cuts: Sequence[CutPoint], link: Link, num_microbatches: int | None) -> int:
+    ends = [Work(0, 0, 0), *(cut.work_before for cut in cuts), order.total]
+    stages = [b - a for a, b in itertools.pairwise(ends)]
+    return least_span_ns(stages, [link.transfer_ns(cut.live_bytes) for cut in cuts], num_microbatches)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_balanced_cuts_against_brute_force(seed: int) -> None:
-    order = _order(seed)
+def _choices(order: CallOrder, num_stages: int) -> list[tuple[CutPoint, ...]]:
+    """Return all ways to cut in which every stage costs something."""
+    found = []
+    for chosen in itertools.combinations(order.cuts, num_stages - 1):
+        ends = [0, *(cut.work_before.total_ns for cut in chosen), order.total.total_ns]
+        if all(b > a for a, b in itertools.pairwise(ends)):
+            found.append(chosen)
+    return found
+
+
+@pytest.mark.parametrize("num_microbatches", [None, 1, 4, 30])
+@pytest.mark.parametrize("seed", range(30))
+def test_balanced_cuts_against_brute_force(seed: int, num_microbatches: int | None) -> None:
+    order, link = _order(seed), Link(100, 10**9 * (seed % 3))
     for stages in (2, 3, 4):
-        choices = [
-            chosen
-            for chosen in itertools.combinations(order.cuts, stages - 1)
-            if all(
-                b > a for a, b in itertools.pairwise([0.0, *(c.seconds_before for c in chosen), order.total])
-            )
-        ]
+        choices = _choices(order, stages)
         if not choices:
             with pytest.raises(CutError, match=f"{stages} stages wanted"):
-                balanced_cuts(order, stages)
+                balanced_cuts(order, stages, link, num_microbatches)
             continue
-        found = balanced_cuts(order, stages)
-        best = min(_largest_stage(order, chosen) for chosen in choices)
-        limit = best * (1 + TOLERANCE) * (1 + 1e-9)
-        assert _largest_stage(order, found) <= limit
-        fewest = min(
-            sum(cut.live_bytes for cut in chosen)
-            for chosen in choices
-            if _largest_stage(order, chosen) <= limit
-        )
-        assert sum(cut.live_bytes for cut in found) == fewest
+        spans = {chosen: _span(order, chosen, link, num_microbatches) for chosen in choices}
+        limit = min(spans.values()) * (1 + TOLERANCE)
+        near = [chosen for chosen in choices if spans[chosen] <= limit]
+        found = balanced_cuts(order, stages, link, num_microbatches)
+        assert spans[found] <= limit * 1.0001
+
+        def price(chosen: Sequence[CutPoint]) -> tuple[int, int]:
+            return sum(cut.live_bytes for cut in chosen), sum(cut.depth for cut in chosen)
+
+        cheapest = min(map(price, near))
+        assert price(found) <= cheapest
+        least = min(spans[chosen] for chosen in near if price(chosen) == cheapest)
+        assert price(found) < cheapest or spans[found] <= least * 1.0001
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_order_is_shorter_than_what_a_cut_counts_for_it(seed: int) -> None:
+    """The best order takes little longer: the search over cuts minimizes what the plan will show."""
+    rng = random.Random(seed)
+    works = [Work(*(rng.randrange(1, 40) for _ in range(3))) for _ in range(3)]
+    link, count = Link(rng.randrange(5)), rng.randrange(6, 10)
+    costs = tuple(
+        StageCost(w.forward_ns, w.backward_input_ns, w.backward_weight_ns, w.total_ns - w.forward_ns, 0, 0)
+        for w in works
+    )
+    edges = tuple(Edge(s, s + 1, 1, 1) for s in range(2))
+    problem = Problem(Profile(costs, edges, link), Placement((0, 1, 2)), count)
+    counted = least_span_ns(works, [link.transfer_ns(1)] * 2, count)
+    assert counted <= plan(problem, time_limit_s=1.0).certificate.value_ns <= 1.1 * counted
 
 
 def _legal(model: nn.Module, args: tuple[Tensor, ...]) -> tuple[CallOrder, list[str]]:
@@ -70,7 +101,7 @@ def _legal(model: nn.Module, args: tuple[Tensor, ...]) -> tuple[CallOrder, list[
     groups = StorageGroups(captured.module.graph)
     auxiliary = auxiliary_nodes(captured, groups)
     main = [n for n in captured.module.graph.nodes if n.op == "call_function" and n not in auxiliary]
-    return call_order(main, groups), [str(node.target) for node in main]
+    return call_order(main, groups, lambda _: Work(1, 1, 1)), [str(node.target) for node in main]
 
 
 def test_no_cut_between_a_value_and_its_change_in_place() -> None:

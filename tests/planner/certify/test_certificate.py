@@ -21,7 +21,8 @@ from zbcompile.formats import schedule_json
 from zbcompile.planner.bounds.analytic import analytic_bounds, best_bound
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.certify.certificate import explain, verify, verify_certificate
-from zbcompile.planner.certify.derive import Derivation, Facts, derivations
+from zbcompile.planner.certify.derive import derivations
+from zbcompile.planner.certify.facts import Derivation, Facts
 from zbcompile.planner.core.instance import Instance, to_schedule
 from zbcompile.planner.exact.crossing import crossing_bound
 from zbcompile.planner.plan import plan
@@ -90,7 +91,11 @@ def test_a_bound_one_nanosecond_too_high_is_refused() -> None:
     assert refused > 50
 
 
-_CHOICES = {"rank", "outer_rank", "inner_rank", "start_stages", "end_stages", "end_in_flight"}
+_CHOICES = {"rank", "outer_rank", "inner_rank", "start_stages", "end_stages", "end_in_flight"} | {
+    "outer_stages",
+    "in_flight",
+    "price_eighths",
+}
 """What a witness chooses. Another choice proves the bound as well, or the numbers do not fit it."""
 
 

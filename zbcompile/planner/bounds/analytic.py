@@ -16,6 +16,7 @@ from zbcompile.planner.bounds.area import area_bounds
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.bounds.enclosing_pair import best_enclosing_pair, enclosing_pair_bounds
 from zbcompile.planner.bounds.head_and_tail import makespan_bounds
+from zbcompile.planner.bounds.last_round_trip import last_round_trip_bounds
 from zbcompile.planner.bounds.rank_idle import RankIdle, rank_idle
 from zbcompile.planner.bounds.warmup import warmup_bounds
 from zbcompile.planner.bounds.work import work_bounds
@@ -52,6 +53,7 @@ def _collected(
     yield from work_bounds(instance, idles)
     yield from area_bounds(instance, paths)
     yield from pairs
+    yield from last_round_trip_bounds(instance, paths, idles)
     yield from warmup_bounds(instance, paths)
     if instance.objective == "makespan":
         yield from makespan_bounds(instance, paths, idles)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
-__all__ = ["fractional"]
+__all__ = ["by_density", "filled", "fractional"]
+
+Item = tuple[int, int, int]
+"""(time, bytes, count) of a kind of item."""
 
 
-def fractional(items: Sequence[tuple[int, int, int]], headroom: int) -> int:
+def fractional(items: Sequence[Item], headroom: int) -> int:
     """Return the most of sum(n_k * time_k) with sum(n_k * bytes_k) <= headroom and 0 <= n_k <= count_k.
 
     Parameters
@@ -26,14 +29,37 @@ def fractional(items: Sequence[tuple[int, int, int]], headroom: int) -> int:
     """
     if headroom < 0:
         return 0
-    free = sum(time * count for time, size, count in items if size == 0)
-    sized = [item for item in items if item[1] > 0]
-    if len({(time, size) for time, size, _ in sized}) == 1:
-        time, size, _ = sized[0]
-        return free + time * min(headroom // size, sum(count for _, _, count in sized))
-    total, left = Fraction(free), headroom
-    for time, size, count in sorted(sized, key=lambda item: Fraction(-item[0], item[1])):
-        taken = min(left, count * size)
-        total += Fraction(time * taken, size)
-        left -= taken
-    return total.numerator // total.denominator
+    whole = len({(time, size) for time, size, _ in items if size}) == 1
+    return filled([items[k] for k in by_density(items)], headroom, whole=whole)
+
+
+def by_density(items: Sequence[Item]) -> list[int]:
+    """Return the places of the items, most time per byte first."""
+
+    def key(k: int) -> tuple[bool, Fraction]:
+        time, size, _ = items[k]
+        return size > 0, Fraction(-time, size or 1)
+
+    return sorted(range(len(items)), key=key)
+
+
+def filled(items: Sequence[Item], headroom: int, *, whole: bool) -> int:
+    """Return the time of items taken in the order given until the bytes are used up, rounded down.
+
+    Parameters
+    ----------
+    items
+        (time, bytes, count), most time per byte first.
+    headroom
+        Bytes to fill, not negative.
+    whole
+        Whether of the last item taken no fraction counts.
+    """
+    total = 0
+    for time, size, count in items:
+        taken = min(count, headroom // size) if size else count
+        if taken < count and not whole:
+            return total + time * headroom // size
+        total += time * taken
+        headroom -= taken * size
+    return total

@@ -16,37 +16,70 @@ time of these does not fill of the longest path is idle.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from zbcompile.planner.bounds.knapsack import fractional
 from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.core.paths import NO_PATH, Paths
 
-__all__ = ["end_idle", "pending_time", "start_idle"]
+__all__ = ["StartWindow", "end_idle", "pending_time", "start_idle", "start_windows"]
+
+
+@dataclass(frozen=True, slots=True)
+class StartWindow:
+    """A time at the start of a rank in which it runs F's alone.
+
+    Attributes
+    ----------
+    until
+        The stage whose first F ends it; ``None``: the rank's first B does.
+    length_ns
+        Its least length.
+    stages
+        The stages whose F's can run in it.
+    forward_ns
+        Most time of their F's that fit into the headroom.
+    """
+
+    until: int | None
+    length_ns: int
+    stages: tuple[int, ...]
+    forward_ns: int
+
+    @property
+    def idle_ns(self) -> int:
+        """What the F's do not fill."""
+        return max(0, self.length_ns - self.forward_ns)
+
+
+def start_windows(instance: Instance, paths: Paths, rank: int) -> Iterator[StartWindow]:
+    """Yield the window before a rank's first B, then those before a stage that every B waits for."""
+    stages = instance.stages_of[rank]
+    length = min(max(paths.f_to_b(a, s) for a in stages) for s in stages)
+    yield StartWindow(None, length, stages, _forward_time(instance, rank, stages))
+    for s in stages:
+        if all(paths.f_to_b(s, a) != NO_PATH for a in stages):
+            before = tuple(a for a in stages if paths.f_to_f(s, a) == NO_PATH)
+            length = max(paths.f_to_f(a, s) for a in stages)
+            yield StartWindow(s, length, before, _forward_time(instance, rank, before))
+
+
+def _forward_time(instance: Instance, rank: int, stages: Sequence[int]) -> int:
+    """Return the most time of F's of some stages that fit into a rank's headroom."""
+    items = [(instance.forward[s], instance.saved[s], instance.num_microbatches) for s in stages]
+    return fractional(items, instance.headroom[rank])
 
 
 def start_idle(instance: Instance, paths: Paths, rank: int) -> tuple[int, dict[str, object]]:
     """Return the idle time at the start of a rank in ns, and its terms for a witness."""
-    stages = instance.stages_of[rank]
-    windows = [(min(max(paths.f_to_b(a, s) for a in stages) for s in stages), stages)]
-    for s in stages:
-        if all(paths.f_to_b(s, a) != NO_PATH for a in stages):
-            before = tuple(a for a in stages if paths.f_to_f(s, a) == NO_PATH)
-            windows.append((max(paths.f_to_f(a, s) for a in stages), before))
-    idle = -1
-    terms: dict[str, object] = {}
-    for length, held in windows:
-        items = [(instance.forward[s], instance.saved[s], instance.num_microbatches) for s in held]
-        forward = fractional(items, instance.headroom[rank])
-        if max(0, length - forward) > idle:
-            idle = max(0, length - forward)
-            terms = {
-                "start_window_ns": length,
-                "start_stages": list(held),
-                "start_forward_ns": forward,
-                "start_idle_ns": idle,
-            }
-    return idle, terms
+    window = max(start_windows(instance, paths, rank), key=lambda window: window.idle_ns)
+    return window.idle_ns, {
+        "start_window_ns": window.length_ns,
+        "start_stages": list(window.stages),
+        "start_forward_ns": window.forward_ns,
+        "start_idle_ns": window.idle_ns,
+    }
 
 
 def end_idle(instance: Instance, paths: Paths, rank: int) -> tuple[int, dict[str, object]]:

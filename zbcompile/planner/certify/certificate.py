@@ -17,7 +17,8 @@ from typing import cast
 from zbcompile.errors import CheckError, UsageError
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.blocking_send import instant_links
-from zbcompile.planner.certify.derive import Derivation, Facts, Witness, alike, derivations, rank_of, refuse
+from zbcompile.planner.certify.derive import derivations
+from zbcompile.planner.certify.facts import Derivation, Facts, Witness, alike, rank_of, refuse
 from zbcompile.planner.core.instance import Instance, is_chain
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import StageCost

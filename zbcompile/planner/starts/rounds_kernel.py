@@ -107,7 +107,7 @@ def _choose(
         return forward
     if forward >= 0 or backward >= 0:
         return max(forward, backward)
-    if weight >= 0 and (starved or (coming - now) * 100 >= fill * t.length[weight]):
+    if weight >= 0 and (starved or coming == _FAR or (coming - now) * 100 >= fill * t.length[weight]):
         return weight
     state[r] = coming
     return -1

@@ -1,0 +1,148 @@
+"""Kernels: plain functions over flat arrays, which numba compiles when they are first called with arrays.
+
+The kernels use whole numbers, table look-ups and IEEE multiplications alone, so that they give the same
+results compiled and as plain Python. numba is imported and kernels are compiled when a search first needs
+them; searches take the seconds that this costs off their clocks (`compile_seconds`).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+import types
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+__all__ = ["MakeVector", "Vector", "can_compile", "compile_seconds", "jit", "vector"]
+
+Vector = Any
+"""An int64 array or a list of ints."""
+
+MakeVector = Callable[[Sequence[int]], Vector]
+"""Makes the arrays of a problem: `vector`, or ``list`` for kernels in plain Python."""
+
+_LOCK = threading.RLock()
+
+
+class _Spent:
+    """The seconds that this process has spent on importing numba and on compiling or loading kernels."""
+
+    seconds = 0.0
+
+
+def compile_seconds() -> float:
+    """Return the seconds that this process has spent on compiling kernels or loading compiled ones."""
+    return _Spent.seconds
+
+
+def _timed(make: Callable[[], Any]) -> Any:
+    """Return what ``make`` returns, and count the seconds."""
+    began = time.monotonic()
+    try:
+        return make()
+    finally:
+        _Spent.seconds += time.monotonic() - began
+
+
+@functools.cache
+def _numba() -> Any:
+    """Return the module numba, or ``None``, and say why, if it cannot be used."""
+
+    def load() -> Any:
+        try:
+            import numba
+        except (ImportError, OSError) as error:
+            text = f"the search runs in plain Python, about 25 times slower, since numba is missing: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            return None
+        return None if numba.config.DISABLE_JIT else numba
+
+    with _LOCK:
+        return _timed(load)
+
+
+def can_compile() -> bool:
+    """Return whether numba is there and not switched off by ``NUMBA_DISABLE_JIT``."""
+    return _numba() is not None
+
+
+def vector(values: Sequence[int] | Sequence[float]) -> Vector:
+    """Return the numbers given as compiled kernels want them: arrays, or a list where nothing is compiled."""
+    if not can_compile():
+        return list(values)
+    import numpy
+
+    kind = numpy.float64 if values and isinstance(values[0], float) else numpy.int64
+    return numpy.array(values, dtype=kind)
+
+
+class _Kernel:
+    """A function that runs compiled on arrays, and as it is on lists."""
+
+    def __init__(self, function: types.FunctionType) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.compiled: Callable[..., Any] | None = None
+        self.dispatchers: dict[bool, Any] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        if list in map(type, arguments):
+            return self.function(*arguments)
+        if self.compiled is None:
+            with _LOCK:
+                if self.compiled is None:
+                    self.compiled = _timed(lambda: self._compile(arguments))
+        return self.compiled(*arguments)
+
+    def called(self) -> dict[str, _Kernel]:
+        """Return the kernels that this one calls, by name."""
+        names = self.function.__code__.co_names
+        found = {name: self.function.__globals__.get(name) for name in names}
+        return {name: kernel for name, kernel in found.items() if isinstance(kernel, _Kernel)}
+
+    def sources(self) -> Iterable[object]:
+        """Yield what compiled code depends on: the code of this kernel and of all that it calls."""
+        code = self.function.__code__
+        yield code.co_code, code.co_consts, code.co_names
+        for _, kernel in sorted(self.called().items()):
+            yield from kernel.sources()
+
+    def _compile(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        """Return the function compiled for arguments of these types, from the cache where it is there.
+
+        Where no folder can be written, or the cache is broken, it is compiled without one.
+        """
+        numba = _numba()
+        signature = tuple(map(numba.typeof, arguments))
+        try:
+            compiled = self.dispatcher(cache=True)
+            compiled.compile(signature)
+        except Exception:  # whatever a broken cache raises; a fault of the kernel is raised again below
+            compiled = self.dispatcher(cache=False)
+            compiled.compile(signature)
+        found: Callable[..., Any] = compiled
+        return found
+
+    def dispatcher(self, *, cache: bool) -> Any:
+        """Return numba's function for a copy that calls the compiled forms of the kernels it calls.
+
+        Its name holds a checksum of its sources: numba's cache looks at the file of the function alone.
+        """
+        if cache in self.dispatchers:
+            return self.dispatchers[cache]
+        names = {name: kernel.dispatcher(cache=cache) for name, kernel in self.called().items()}
+        given = self.function
+        copy = types.FunctionType(given.__code__, {**given.__globals__, **names}, given.__name__)
+        copy.__module__ = given.__module__
+        copy.__qualname__ = f"{given.__qualname__}_{zlib.crc32(repr(list(self.sources())).encode()):08x}"
+        self.dispatchers[cache] = _numba().njit(cache=cache, nogil=True)(copy)
+        return self.dispatchers[cache]
+
+
+def jit(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a module's function a kernel (see the module's text)."""
+    assert isinstance(function, types.FunctionType)
+    return _Kernel(function)
