@@ -1,6 +1,8 @@
 """Hold the private torch names that the passes use. Checked on torch 2.13 and 2.14.
 
-When torch moves one of them, only this file and `torch_patches` change.
+When torch moves one of them, only this file, `torch_patches` (what is replaced while a model is traced) and
+`runtime.torch_private` change. That one is apart because the runtime lies below the passes and must not load
+what traces.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch.fx.node import Argument
 from zbcompile.errors import SplitError
 from zbcompile.passes.torch_patches import CHECKPOINT, checkpoint_marked, joint_trace_patched, quiet
 from zbcompile.runtime.signals import deferred_signals
+from zbcompile.runtime.torch_private import module_tables, tensor_tables
 
 try:
     from torch._functorch._aot_autograd import descriptors
@@ -27,7 +30,7 @@ try:
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx import traceback as fx_traceback
-    from torch.utils._pytree import tree_leaves, tree_map
+    from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 except ImportError as error:  # pragma: no cover
     raise SplitError(
         f"torch {torch.__version__} lacks a name that the split needs: {error}",
@@ -56,6 +59,7 @@ __all__ = [
     "draws_seen",
     "evaluate_fake",
     "fake_mode",
+    "function_of_context",
     "functorch_nesting",
     "has_gradient_hooks",
     "has_hooks",
@@ -84,6 +88,8 @@ __all__ = [
     "truth_of",
     "tree_leaves",
     "tree_map",
+    "tree_map_only",
+    "version_of",
     "wrapper_kind",
 ]
 
@@ -413,9 +419,15 @@ def storage_key(value: Tensor) -> int:
     return int(value.untyped_storage()._cdata)
 
 
-def tensor_tables(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-    """Return the module's own tables of parameters and buffers: tensors are replaced there."""
-    return cast("dict[str, Tensor | None]", module._parameters), module._buffers
+def version_of(tensor: Tensor) -> int:
+    """Return a number that grows with every change of a tensor in place."""
+    return tensor._version
+
+
+def function_of_context(context: object, default: type) -> type:
+    """Return the class of the autograd.Function that a context belongs to, or the default."""
+    found: type = getattr(type(context), "_forward_cls", default)
+    return found
 
 
 def storage_bytes(value: Tensor) -> int:
@@ -460,13 +472,6 @@ def module_hooks(module: nn.Module) -> Iterator[tuple[str, Mapping[int, object]]
     yield "forward hook", module._forward_hooks
     yield "backward pre-hook", module._backward_pre_hooks
     yield "backward hook", module._backward_hooks
-
-
-def module_tables(
-    module: nn.Module,
-) -> tuple[Mapping[str, nn.Module | None], Mapping[str, Tensor | None], Mapping[str, Tensor | None]]:
-    """Return the module's own tables of children, parameters and buffers."""
-    return module._modules, module._parameters, module._buffers
 
 
 def backward_hooks(module: nn.Module) -> bool:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "TorchDispatchMode",
     "accumulate_hooks",
     "copy_all",
     "found_not_finite",
     "is_unscaled",
+    "module_tables",
     "new_group",
     "own_store",
     "profiler_enabled",
+    "tensor_tables",
 ]
 
 
@@ -56,6 +60,18 @@ def found_not_finite(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.dev
 def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
     """Return whether ``unscale_`` has been called for an optimizer since the last update."""
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
+
+
+def module_tables(
+    module: nn.Module,
+) -> tuple[Mapping[str, nn.Module | None], Mapping[str, Tensor | None], Mapping[str, Tensor | None]]:
+    """Return the module's own tables of children, parameters and buffers."""
+    return module._modules, module._parameters, module._buffers
+
+
+def tensor_tables(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """Return the module's own tables of parameters and buffers: tensors are replaced there."""
+    return cast("dict[str, Tensor | None]", module._parameters), module._buffers
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
