@@ -12,7 +12,7 @@ import operator
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.fx.node import Argument
 from zbcompile.errors import SplitError
 from zbcompile.passes.torch_patches import CHECKPOINT, checkpoint_marked, joint_trace_patched, quiet
 from zbcompile.runtime.signals import deferred_signals
-from zbcompile.runtime.torch_private import module_tables, tensor_tables
+from zbcompile.runtime.torch_private import module_tables, post_accumulate_hooks, tensor_tables
 
 try:
     from torch._functorch._aot_autograd import descriptors
@@ -45,13 +45,13 @@ __all__ = [
     "OpOverload",
     "RegionCall",
     "ambient_autocast",
-    "any_gradient_hooks",
     "as_fake",
     "as_plain_tensors",
     "as_subclass",
     "assert_later",
     "assigned_buffers",
     "backward_hooks",
+    "backward_pre_hooks",
     "checkpoint_marked",
     "ctc_gradient",
     "ctc_losses",
@@ -59,10 +59,11 @@ __all__ = [
     "draws_seen",
     "evaluate_fake",
     "fake_mode",
+    "forward_hooks",
+    "forward_pre_hooks",
     "function_of_context",
     "functorch_nesting",
-    "has_gradient_hooks",
-    "has_hooks",
+    "gradient_hooks",
     "in_checkpoint",
     "inductor_compile",
     "is_higher_order",
@@ -70,12 +71,12 @@ __all__ = [
     "joint_graph",
     "math_attention",
     "missing_compiler",
-    "module_hooks",
     "module_tables",
     "no_autocast",
     "node_meta",
     "outside_the_trace",
     "parameter_kind",
+    "post_accumulate_hooks",
     "preserve_node_meta",
     "random_state",
     "schema",
@@ -103,6 +104,9 @@ assert_later: Callable[..., None] = torch._assert_async
 
 LINALG_CHECK = torch.fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
 """Raises for a singular matrix; has no result, and dead code elimination keeps it."""
+
+
+_HooksOf = Callable[[Any], Mapping[int, object] | None]
 
 
 @dataclass(frozen=True)
@@ -448,35 +452,13 @@ def upper_bound(size: int | torch.SymInt) -> int | None:
         return None
 
 
-def has_hooks(parameter: Tensor) -> bool:
-    """Return whether the user asked for code to run in or after the backward of this parameter."""
-    return has_gradient_hooks(parameter) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Return whether the user asked for code to run on every gradient of this parameter."""
-    return bool(parameter._backward_hooks)
-
-
-_GRADIENT_HOOKS = operator.attrgetter("_backward_hooks")
-
-
-def any_gradient_hooks(parameters: Sequence[Tensor]) -> bool:
-    """Return whether any of the parameters has hooks as `has_gradient_hooks`; about 0.05 us for each."""
-    return any(map(_GRADIENT_HOOKS, parameters))
-
-
-def module_hooks(module: nn.Module) -> Iterator[tuple[str, Mapping[int, object]]]:
-    """Yield (kind, its table) of every kind of hook that runs with a module's forward or backward."""
-    yield "forward pre-hook", module._forward_pre_hooks
-    yield "forward hook", module._forward_hooks
-    yield "backward pre-hook", module._backward_pre_hooks
-    yield "backward hook", module._backward_hooks
-
-
-def backward_hooks(module: nn.Module) -> bool:
-    """Return whether the user asked for code to run in this module's backward."""
-    return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
+forward_pre_hooks: _HooksOf = operator.attrgetter("_forward_pre_hooks")
+forward_hooks: _HooksOf = operator.attrgetter("_forward_hooks")
+backward_pre_hooks: _HooksOf = operator.attrgetter("_backward_pre_hooks")
+backward_hooks: _HooksOf = operator.attrgetter("_backward_hooks")
+"""Hooks of a module, by kind: its own table."""
+gradient_hooks: _HooksOf = operator.attrgetter("_backward_hooks")
+"""What was registered with ``register_hook`` on a parameter."""
 
 
 def assigned_buffers(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:

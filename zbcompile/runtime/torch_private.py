@@ -23,6 +23,7 @@ __all__ = [
     "module_tables",
     "new_group",
     "own_store",
+    "post_accumulate_hooks",
     "profiler_enabled",
     "tensor_tables",
 ]
@@ -47,8 +48,13 @@ def new_group(name: str, ranks: list[int], timeout: timedelta, backend: str) -> 
 
 def accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
     """Return what was registered with ``register_post_accumulate_grad_hook``, in order."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    hooks = post_accumulate_hooks(parameter)
     return list(hooks.values()) if hooks else []
+
+
+def post_accumulate_hooks(parameter: Tensor) -> Mapping[int, Callable[[Tensor], None]] | None:
+    """Return the table that ``register_post_accumulate_grad_hook`` fills; None before the first."""
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
 def found_not_finite(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
