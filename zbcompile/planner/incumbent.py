@@ -16,6 +16,7 @@ from zbcompile.planner.core.score import fits, value_of
 from zbcompile.planner.core.scorer import Score
 from zbcompile.planner.core.times import Clock
 from zbcompile.schedule.check import check
+from zbcompile.schedule.dependency_graph import planned_rules
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Certificate, Solution
@@ -141,7 +142,8 @@ class Incumbent:
         observer: Callable[[Progress], None] | None = None,
         fusing: Fusing = Fusing.AUTO,
     ) -> None:
-        self.problem, self.instance, self.bound = problem, Instance.of(problem), bound
+        self.problem, self.bound = problem, bound
+        self.instance = Instance.under(problem, planned_rules(problem))
         self.started, self.compiled_s = time.monotonic(), compile_seconds()
         self.deadline = self.started + time_limit_s
         self.observer = observer
