@@ -79,13 +79,13 @@ class ModelGuard:
             attributes.append(_Table(vars(module), own))
             self._lists += own.containers()
             objects |= {id(value): (_join(path, name), value) for name, value in own.objects()}
-            for kind, hooked in module_hooks(module):
-                if register and kind.fate == "captured":
+            for hook, hooked in module_hooks(module):
+                if register and hook.fate == "captured":
                     continue
                 if hooked:
-                    hooks.append(_Table(hooked, _Hooks(path, kind.name, hooked)))
+                    hooks.append(_Table(hooked, _Hooks(path, hook.name, hooked)))
                 else:
-                    self._no_hooks.append((path, kind.name, hooked))
+                    self._no_hooks.append((path, hook.name, hooked))
         if _has_attributes(loss_fn):
             objects[id(loss_fn)] = ("loss_fn", loss_fn)
         for where, value in objects.values():
