@@ -39,7 +39,7 @@ $(READY): constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt setuptools wheel build torch==$(TORCH)
-	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[fast,test,lint]'
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[test,lint]'
 	touch $@
 
 demo: $(READY)

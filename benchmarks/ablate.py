@@ -6,7 +6,7 @@ Tries are counted, at the effort of a limit of ten seconds, so that the outcome 
 machine; the solver's questions get the seconds of that limit, and rows where one of them was not answered are
 named. A part that changed nothing which the outcome or a later part depends on is not left out: the plan
 without it would be the same one. Every plan is appended to FILE as a line of JSON when it ends; what FILE
-holds already is not planned again. Two plans run side by side, each on one core.
+holds already is not planned again. Two plans run side by side.
 
 Columns of the table, over rows and seeds: how often the part ran; how often it changed anything; how often it
 won (it stands in the lineage of the order, or raised the bound of the certificate); how often the value is
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections import defaultdict
@@ -191,11 +190,6 @@ def _ablated(
         if name in whole.cpu_s and name not in whole.inert:
             once(name)
     return made
-
-
-def _pin(cores: Sequence[int]) -> None:
-    """Give the process one core, so that two plans do not share one."""
-    os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
 
 
 def run(

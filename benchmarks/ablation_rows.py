@@ -106,7 +106,7 @@ ROWS = (
     Row("v 6.2B p=4 m=20 cap 0.75p", _problem("6.2B", V(4), 20, 0.75)),
     Row("v 6.2B p=4 m=20 cap 1p makespan", _problem("6.2B", V(4), 20, 1, "makespan")),
     Row("v 14.6B p=4 m=24 cap 0.5p", _problem("14.6B", V(4), 24, 0.5)),
-    Row("v 14.6B p=8 m=9 cap 1p", _problem("14.6B", V(8), 9, 1)),
+    Row("v 1.5B p=7 m=10 cap 1p", _problem("1.5B", V(7), 10, 1)),
     Row("v 1.5B p=2 m=3 cap 1p", _problem("1.5B", V(2), 3, 1)),
     Row("v 1.5B p=3 m=144 cap 1p", _problem("1.5B", V(3), 144, 1)),
     Row("looped 1.5B p=4 m=20 cap 1.5p", _problem("1.5B", LOOP(4), 20, 1.5)),
@@ -124,7 +124,7 @@ ROWS = (
     Row(
         "sends 6.2B looped p=4 m=18 cap 1.5p batched", _problem("6.2B", LOOP(4), 18, 1.5, transport="batched")
     ),
-    Row("decisions BW saves 10 % p=4 m=24 cap 1.5p", _fused(24, 12, 0.1)),
+    Row("decisions BW saves 10 % p=4 m=36 cap 1.5p", _fused(36, 12, 0.1)),
     Row("decisions BW saves 25 % p=4 m=12 cap 1p", _fused(12, 8, 0.25, 2_000)),
     Row("decisions BW saves 10 % no time left", _fused(48, 12, 0.1), 0.0),
     Row("decisions variants 1.5B p=4 m=8 cap 0.5p", _variants("1.5B", 8, 0.5)),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import zbcompile
-from zbcompile.passes import torch_private
+from zbcompile.passes import hooks
 from zbcompile.runtime.launch import spawn
 
 __all__ = ["grown"]
@@ -79,8 +79,8 @@ def _counts(pipeline: zbcompile.Pipeline) -> Counts:
 
 def _hooks(pipeline: zbcompile.Pipeline) -> int:
     stages = [module for stage in pipeline for module in stage.modules()]
-    own = sum(torch_private.has_hooks(parameter) for parameter in pipeline.parameters())
-    return own + sum(len(table) for module in stages for _, table in torch_private.module_hooks(module))
+    own = sum(hooks.has_hooks(parameter) for parameter in pipeline.parameters())
+    return own + sum(len(table) for module in stages for _, table in hooks.module_hooks(module))
 
 
 def _resident_kib() -> int:

@@ -1,6 +1,6 @@
 """Which values of a captured graph share storage, and which calls change a value in place.
 
-Both are read from the operators' schemas, plus the few operators whose schemas do not say.
+Both are read from the operators' schemas, and from `ops` where these do not say.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import Argument
 
 from zbcompile.passes.nodes import is_getitem, nodes_in, value_of
+from zbcompile.passes.ops import facts
 from zbcompile.passes.torch_private import OpOverload, schema, storage_bytes
 
 __all__ = [
@@ -24,13 +25,6 @@ __all__ = [
     "viewed_arguments",
 ]
 
-_NORMS_WITH_STATISTICS = ("aten.batch_norm.", "aten.instance_norm.")
-_NO_DATA_WRITTEN = ("aten.detach_.",)
-_UNANNOTATED_VIEWS = (
-    "aten._unsafe_view.", "aten._reshape_alias.", "aten.broadcast_tensors.", "aten.meshgrid.",
-    "aten.type_as.", "aten.atleast_",
-)  # fmt: skip
-_IDENTITY_IN_EVAL = ("aten.dropout.", "aten.feature_dropout.", "aten.alpha_dropout.")
 _NUMBER_BYTES = 8
 
 
@@ -41,10 +35,10 @@ def changed_arguments(node: Node) -> list[Node]:
     """
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return []
-    name = str(node.target)
-    if name.startswith(_NO_DATA_WRITTEN):
+    known = facts(node.target)
+    if known.writes_no_data:
         return []
-    if name.startswith(_NORMS_WITH_STATISTICS):
+    if known.writes_statistics:
         return nodes_in(node.args[3:5]) if node.args[5] else []
     return [
         found
@@ -66,8 +60,8 @@ def viewed_arguments(node: Node) -> list[Node]:
         if argument.alias_info is not None
         for inner in nodes_in(value)
     ]
-    name = str(node.target)
-    if name.startswith(_UNANNOTATED_VIEWS) or (name.startswith(_IDENTITY_IN_EVAL) and not node.args[2]):
+    known = facts(node.target)
+    if known.hidden_view or (known.idle_in_eval and not node.args[2]):
         found += nodes_in(node.args[0])
     return found
 
@@ -77,9 +71,10 @@ def is_random(node: Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    if str(target).startswith(_IDENTITY_IN_EVAL):
+    known = facts(target)
+    if known.idle_in_eval:
         return bool(node.args[2])
-    if str(target).startswith("aten.scaled_dot_product_attention."):
+    if known.random_by_rate:
         rate = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
         return bool(rate != 0.0)
     return True

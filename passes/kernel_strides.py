@@ -16,14 +16,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from zbcompile.passes.ops import Strides, facts, namespace
+
 __all__ = ["strides_of"]
 
-aten = torch.ops.aten
-_KEEP_ORDER = (
-    "aten.clone", "aten._conj_physical", "aten.deg2rad", "aten.frexp", "aten.hardtanh", "aten.nan_to_num",
-    "aten.rad2deg", "aten.relu6",
-)  # fmt: skip
-"""Element-wise calls whose results have the strides of the argument, as foretold."""
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 _Function = Callable[..., object]
@@ -51,7 +47,7 @@ def strides_of(
     tuple of int or None
         None where they are those of ``made``, or where nothing is known.
     """
-    rule = _RULES.get(func) if operands is None else _rule(func)
+    rule = _RULES.get(facts(func).strides) if operands is None else _rule(func)
     if rule is None or made.dim() < 2 or not all(map(_is_plain, (made, *tensors))):
         return None
     found = rule(tensors, made) if len(tensors) >= (operands or 1) else None
@@ -67,10 +63,10 @@ def _is_plain(value: Tensor) -> bool:
 
 @functools.cache
 def _rule(func: _Function) -> _Rule | None:
-    found = _RULES.get(func)
-    packet, _, overload = str(func).rpartition(".")
-    if found is not None or not packet.startswith("aten.") or packet in _KEEP_ORDER:
-        return found
+    overload = str(func).rpartition(".")[2]
+    strides = facts(func).strides
+    if strides or namespace(func) != "aten":
+        return _RULES.get(strides)
     is_element_wise = torch.Tag.pointwise in getattr(func, "tags", ())
     return _element_wise if is_element_wise and "scalar" not in overload.lower() else None
 
@@ -124,16 +120,11 @@ def _contiguous(value: Tensor) -> _Strides:
     return tuple(strides)
 
 
-_RULES: dict[_Function, _Rule] = {
-    aten._log_softmax_backward_data.default: _plain,
-    aten._softmax_backward_data.default: _plain,
-    aten.native_layer_norm_backward.default: _plain,
-    aten.native_dropout_backward.default: _like_first,
-    aten.softplus_backward.default: _like_first,
-    aten.pow.Tensor_Scalar: _element_wise,
-    aten.native_batch_norm.default: _batch_norm,
-    aten._native_batch_norm_legit.default: _batch_norm,
-    aten._native_batch_norm_legit.no_stats: _batch_norm,
-    aten._native_batch_norm_legit_functional.default: _batch_norm,
-    aten.native_batch_norm_backward.default: _batch_norm_backward,
+_RULES: dict[Strides, _Rule] = {
+    "contiguous": _plain,
+    "like_first": _like_first,
+    "element_wise": _element_wise,
+    "batch_norm": _batch_norm,
+    "batch_norm_backward": _batch_norm_backward,
 }
+"""What a fact of `ops` says --> how the strides follow from it."""

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from zbcompile.errors import UsageError
 from zbcompile.passes.nodes import is_getitem
-from zbcompile.passes.ops import facts
+from zbcompile.passes.ops import facts, namespace
 from zbcompile.passes.provenance import source_of
 from zbcompile.passes.torch_private import OpOverload, schema, tree_leaves, tree_map, upper_bound
 from zbcompile.schedule.devices import DEVICES, Device
@@ -150,7 +150,7 @@ def is_heavy(node: Node) -> bool:
 
     Such a call is not recomputed unless a price is given. A call that is no aten operator counts as heavy.
     """
-    if not str(node.target).startswith("aten."):
+    if namespace(node.target) != "aten":
         return node.op == "call_function" and not is_getitem(node)
     return facts(node.target).heavy
 
@@ -223,6 +223,8 @@ def _num_bytes(value: Tensor) -> int:
 def _is_view(target: object) -> bool:
     if not isinstance(target, OpOverload):
         return False
+    if facts(target).form == "view":
+        return True
     aliases = [r.alias_info for r in schema(target).returns]
     return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
 

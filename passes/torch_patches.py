@@ -479,7 +479,7 @@ PATCHES: tuple[Patch, ...] = (
         lambda: torch.compiler,
         "_is_exporting_flag",
         lambda given, answers: False,
-        "a model that asks takes another path; Hugging Face's leave the causal mask to the kernel only in eager",
+        "a model that asks takes another path; Hugging Face's leave the mask to the kernel only in eager",
     ),
     Patch(
         "eager path",
@@ -524,8 +524,8 @@ PATCHES: tuple[Patch, ...] = (
         _indexing,
         "mod_index",
         _index_as_call,
-        "indexing of masks under vmap (TransformGetItemToIndex) puts a function into the graph, for the sake of "
-        "a gradient that a mask has not",
+        "indexing of masks under vmap (TransformGetItemToIndex) puts a function into the graph, for the "
+        "sake of a gradient that a mask has not",
     ),
     Patch(
         "forward",

@@ -1,6 +1,8 @@
 """Hold the private torch names that the passes use. Checked on torch 2.13 and 2.14.
 
-When torch moves one of them, only this file and `torch_patches` change.
+When torch moves one of them, only this file, `torch_patches` (what is replaced while a model is traced) and
+`runtime.torch_private` change. That one is apart because the runtime lies below the passes and must not load
+what traces.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import operator
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from torch.fx.node import Argument
 from zbcompile.errors import SplitError
 from zbcompile.passes.torch_patches import CHECKPOINT, checkpoint_marked, joint_trace_patched, quiet
 from zbcompile.runtime.signals import deferred_signals
+from zbcompile.runtime.torch_private import module_tables, post_accumulate_hooks, tensor_tables
 
 try:
     from torch._functorch._aot_autograd import descriptors
@@ -27,7 +30,7 @@ try:
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx import traceback as fx_traceback
-    from torch.utils._pytree import tree_leaves, tree_map
+    from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 except ImportError as error:  # pragma: no cover
     raise SplitError(
         f"torch {torch.__version__} lacks a name that the split needs: {error}",
@@ -42,13 +45,13 @@ __all__ = [
     "OpOverload",
     "RegionCall",
     "ambient_autocast",
-    "any_gradient_hooks",
     "as_fake",
     "as_plain_tensors",
     "as_subclass",
     "assert_later",
     "assigned_buffers",
     "backward_hooks",
+    "backward_pre_hooks",
     "checkpoint_marked",
     "ctc_gradient",
     "ctc_losses",
@@ -56,9 +59,11 @@ __all__ = [
     "draws_seen",
     "evaluate_fake",
     "fake_mode",
+    "forward_hooks",
+    "forward_pre_hooks",
+    "function_of_context",
     "functorch_nesting",
-    "has_gradient_hooks",
-    "has_hooks",
+    "gradient_hooks",
     "in_checkpoint",
     "inductor_compile",
     "is_higher_order",
@@ -66,12 +71,12 @@ __all__ = [
     "joint_graph",
     "math_attention",
     "missing_compiler",
-    "module_hooks",
     "module_tables",
     "no_autocast",
     "node_meta",
     "outside_the_trace",
     "parameter_kind",
+    "post_accumulate_hooks",
     "preserve_node_meta",
     "random_state",
     "schema",
@@ -84,6 +89,8 @@ __all__ = [
     "truth_of",
     "tree_leaves",
     "tree_map",
+    "tree_map_only",
+    "version_of",
     "wrapper_kind",
 ]
 
@@ -97,6 +104,9 @@ assert_later: Callable[..., None] = torch._assert_async
 
 LINALG_CHECK = torch.fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
 """Raises for a singular matrix; has no result, and dead code elimination keeps it."""
+
+
+_HooksOf = Callable[[Any], Mapping[int, object] | None]
 
 
 @dataclass(frozen=True)
@@ -413,9 +423,15 @@ def storage_key(value: Tensor) -> int:
     return int(value.untyped_storage()._cdata)
 
 
-def tensor_tables(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-    """Return the module's own tables of parameters and buffers: tensors are replaced there."""
-    return cast("dict[str, Tensor | None]", module._parameters), module._buffers
+def version_of(tensor: Tensor) -> int:
+    """Return a number that grows with every change of a tensor in place."""
+    return tensor._version
+
+
+def function_of_context(context: object, default: type) -> type:
+    """Return the class of the autograd.Function that a context belongs to, or the default."""
+    found: type = getattr(type(context), "_forward_cls", default)
+    return found
 
 
 def storage_bytes(value: Tensor) -> int:
@@ -436,42 +452,13 @@ def upper_bound(size: int | torch.SymInt) -> int | None:
         return None
 
 
-def has_hooks(parameter: Tensor) -> bool:
-    """Return whether the user asked for code to run in or after the backward of this parameter."""
-    return has_gradient_hooks(parameter) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Return whether the user asked for code to run on every gradient of this parameter."""
-    return bool(parameter._backward_hooks)
-
-
-_GRADIENT_HOOKS = operator.attrgetter("_backward_hooks")
-
-
-def any_gradient_hooks(parameters: Sequence[Tensor]) -> bool:
-    """Return whether any of the parameters has hooks as `has_gradient_hooks`; about 0.05 us for each."""
-    return any(map(_GRADIENT_HOOKS, parameters))
-
-
-def module_hooks(module: nn.Module) -> Iterator[tuple[str, Mapping[int, object]]]:
-    """Yield (kind, its table) of every kind of hook that runs with a module's forward or backward."""
-    yield "forward pre-hook", module._forward_pre_hooks
-    yield "forward hook", module._forward_hooks
-    yield "backward pre-hook", module._backward_pre_hooks
-    yield "backward hook", module._backward_hooks
-
-
-def module_tables(
-    module: nn.Module,
-) -> tuple[Mapping[str, nn.Module | None], Mapping[str, Tensor | None], Mapping[str, Tensor | None]]:
-    """Return the module's own tables of children, parameters and buffers."""
-    return module._modules, module._parameters, module._buffers
-
-
-def backward_hooks(module: nn.Module) -> bool:
-    """Return whether the user asked for code to run in this module's backward."""
-    return bool(module._backward_hooks) or bool(module._backward_pre_hooks)
+forward_pre_hooks: _HooksOf = operator.attrgetter("_forward_pre_hooks")
+forward_hooks: _HooksOf = operator.attrgetter("_forward_hooks")
+backward_pre_hooks: _HooksOf = operator.attrgetter("_backward_pre_hooks")
+backward_hooks: _HooksOf = operator.attrgetter("_backward_hooks")
+"""Hooks of a module, by kind: its own table."""
+gradient_hooks: _HooksOf = operator.attrgetter("_backward_hooks")
+"""What was registered with ``register_hook`` on a parameter."""
 
 
 def assigned_buffers(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:

@@ -70,7 +70,7 @@ def test_a_wheel_runs_without_its_sources(wheel: zipfile.ZipFile, tmp_path: Path
         env={"PYTHONPATH": str(tmp_path), "PATH": ""},
     )
     assert done.returncode == 0, done.stderr
-    assert '"urn:zbcompile:profile:1"' in done.stdout
+    assert '"urn:zbcompile:profile:' in done.stdout
 
 
 def test_the_version_is_said_once_everywhere() -> None:

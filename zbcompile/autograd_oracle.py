@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbcompile.errors import CheckError
 from zbcompile.runtime.randomness import stream_seed
+from zbcompile.runtime.torch_private import TorchDispatchMode
 
 __all__ = ["autograd_step", "count_draws"]
 

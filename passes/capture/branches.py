@@ -15,11 +15,11 @@ from types import CodeType, FrameType
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from zbcompile.errors import UsageError
 from zbcompile.passes.capture.state_guards import attributes_kept, buffers_kept, random_kept
 from zbcompile.passes.torch_patches import compiled_code_as_eager
+from zbcompile.passes.torch_private import tree_map_only
 
 __all__ = ["Answers", "FixedBranches", "answers_of"]
 
@@ -92,7 +92,7 @@ def answers_of(
             "fixed_branches=True runs the model on the example, and a model on the meta device has no values",
             fix="give the model weights before it is compiled",
         )
-    given, more, wanted = pytree.tree_map_only(Tensor, Tensor.clone, (tuple(args), dict(kwargs), target))
+    given, more, wanted = tree_map_only(Tensor, Tensor.clone, (tuple(args), dict(kwargs), target))
     devices = sorted({p.device.index or 0 for p in whole.parameters() if p.is_cuda})
     kept = attributes_kept(model, whole), buffers_kept(whole), random_kept()
     drawn, eager = torch.random.fork_rng(devices=devices), compiled_code_as_eager()

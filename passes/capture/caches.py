@@ -19,6 +19,7 @@ _WITHOUT_TABLES = ("torch", "sympy", "mpmath", "numpy", "zbcompile", "importlib"
 """Packages whose caches hold no tensors of a model."""
 _DEPTH = 6
 """How deep a tensor is looked for: the entries of a cache, a list or dict of tuples in one of them."""
+_CACHE = type(functools.lru_cache(lambda: None))
 
 
 @contextlib.contextmanager
@@ -33,7 +34,7 @@ def caches_kept() -> Iterator[None]:
 
 
 def _is_cache(found: object) -> bool:
-    if type(found) is not functools._lru_cache_wrapper:
+    if type(found) is not _CACHE:
         return False
     return str(getattr(found, "__module__", "")).partition(".")[0] not in _WITHOUT_TABLES
 

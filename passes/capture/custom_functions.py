@@ -265,7 +265,7 @@ def _recorder(
         owner = cls
         if takes_context:
             context, args = args[0], args[1:]
-            owner = getattr(type(context), "_forward_cls", cls)
+            owner = torch_private.function_of_context(context, cls)
         tensors, spec = flatten(args)
         call = FunctionCall(owner, forward, spec)
         key = len(calls)

@@ -91,7 +91,7 @@ class KnownValues:
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return the value of a tensor of the trace, or None where it is not known."""
         found = self._known.get(id(tensor))
-        return found.real if found is not None and found.version == tensor._version else None
+        return found.real if found is not None and found.version == torch_private.version_of(tensor) else None
 
     def handed_out(self, tensors: Sequence[Tensor]) -> frozenset[str]:
         """Note that known values leave the trace; return the buffers that they come from."""
@@ -134,11 +134,11 @@ class KnownValues:
             for part in _tensors((made,)):
                 self._put(part, part, buffers)
             return made
-        before = [tensor._version for tensor in tensors]
+        before = [torch_private.version_of(tensor) for tensor in tensors]
         traced = run(*args, **kwargs)
         if _may_follow(func, traced) and self._follow(real, traced, buffers):
             for tensor, version in zip(tensors, before, strict=True):
-                self._changed(tensor, tensor._version - version, buffers)
+                self._changed(tensor, torch_private.version_of(tensor) - version, buffers)
         return traced
 
     def _with_values(
@@ -177,12 +177,12 @@ class KnownValues:
         storage = torch_private.storage_key(self._known[id(tensor)].real)
         for known in self._known.values():
             shared = torch_private.storage_key(known.real) == storage
-            if shared and known.version == known.traced._version - count:
+            if shared and known.version == torch_private.version_of(known.traced) - count:
                 known.version += count
                 known.buffers |= buffers
 
     def _put(self, traced: Tensor, real: Tensor, buffers: frozenset[str]) -> None:
-        self._known[id(traced)] = _Known(traced, real, traced._version, buffers)
+        self._known[id(traced)] = _Known(traced, real, torch_private.version_of(traced), buffers)
 
     def _value(self, argument: object) -> object:
         """Return an argument with known values in the place of tensors."""

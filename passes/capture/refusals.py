@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
+from typing import Literal
 
 from torch import nn
 from torch.fx import Graph, Node
@@ -17,6 +18,7 @@ from zbcompile.passes.aliasing import StorageGroups
 from zbcompile.passes.capture.captured import Role
 from zbcompile.passes.capture.state_guards import AttributeChanges
 from zbcompile.passes.capture.trace_guards import TraceGuard
+from zbcompile.passes.hooks import refused_kinds
 from zbcompile.passes.provenance import MODEL_PREFIX, is_own_file, is_torch_file, source_of
 
 __all__ = ["explain", "refuse_changed_state", "refuse_kept_tensors", "refuse_wrappers"]
@@ -241,23 +243,21 @@ def refuse_wrappers(model: nn.Module) -> None:
                 where=name or type(module).__name__,
                 fix="compile the plain model; parallelism over data or shards comes after, on the stages",
             )
-        if torch_private.backward_hooks(module):
-            raise CaptureError(
-                "cannot capture a module with backward hooks: they would not run",
-                where=name or type(module).__name__,
-                fix="remove the hook, or do its work in an autograd.Function or on param.grad after the step",
-            )
+        _refuse_hooks("module", module, name or type(module).__name__)
     for name, parameter in model.named_parameters():
-        if torch_private.has_gradient_hooks(parameter):
-            raise CaptureError(
-                "cannot capture a parameter with gradient hooks: they would not run",
-                where=name,
-                fix="do its work in register_post_accumulate_grad_hook, or on param.grad after the step",
-            )
+        _refuse_hooks("parameter", parameter, name)
         kind = torch_private.parameter_kind(parameter)
         if kind:
             raise CaptureError(
                 f"cannot capture a parameter that is a {kind}",
                 where=name,
                 fix="compile the model before it is sharded, or initialise it first",
+            )
+
+
+def _refuse_hooks(on: Literal["module", "parameter"], holder: nn.Module | nn.Parameter, where: str) -> None:
+    for kind in refused_kinds(on):
+        if kind.table(holder):
+            raise CaptureError(
+                f"cannot capture a {on} with {kind.name}s: they would not run", where=where, fix=kind.fix
             )

@@ -12,6 +12,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from zbcompile.errors import UsageError
+from zbcompile.passes.torch_private import module_tables
 
 __all__ = ["loss_module", "loss_name", "result_with_loss", "with_loss"]
 
@@ -80,10 +81,11 @@ class WithLoss(nn.Module):
 
     def __init__(self, model: nn.Module, loss: nn.Module) -> None:
         name = LOSS
-        while name in model._modules:
+        children, _, _ = module_tables(model)
+        while name in children:
             name += "_"
         self.__dict__.update(model.__dict__)
-        self.__dict__["_modules"] = {**model._modules, name: loss}
+        self.__dict__["_modules"] = {**children, name: loss}
         self.__dict__["_model"] = (model,)
         self.__dict__["loss_name"] = name
 

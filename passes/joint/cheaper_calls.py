@@ -18,25 +18,16 @@ from typing import TypeGuard, cast
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import Argument, Target
+from torch.fx.node import Argument
 
 from zbcompile.passes.joint.graph_facts import has_static_shape, is_elementwise, node_argument
+from zbcompile.passes.ops import Form, facts
 from zbcompile.passes.torch_private import JointGraph, OpOverload, evaluate_fake
 
 __all__ = ["use_cheaper_calls"]
 
 aten = torch.ops.aten
-_VIEWS = (aten.view.default, aten._unsafe_view.default)
-_SWAPS = (aten.t.default, aten.transpose.int)
-_RELAYOUTS = (*_VIEWS, *_SWAPS, aten.permute.default)
-_BY_SCALAR = (aten.div.Scalar, aten.mul.Scalar)
-_COMMUTING = (aten.add.Tensor, aten.mul.Tensor)
-_ROUNDED_ONCE = (
-    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar,
-    aten.neg.default, aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor,
-    aten.threshold_backward.default,
-)  # fmt: skip
-"""Calls with one rounding at most (without an ``alpha``): their bits do not depend on a kernel's code."""
+_RELAYOUTS: tuple[Form, ...] = ("view", "swap", "permute")
 
 
 def use_cheaper_calls(joint: JointGraph) -> None:
@@ -59,7 +50,7 @@ def use_cheaper_calls(joint: JointGraph) -> None:
 
 def _undone_swap(graph: Graph, node: Node) -> Node | None:
     """``x.t().t()`` and ``x.transpose(a, b).transpose(a, b)`` --> ``x``."""
-    inner = _call_of(node.args[0], _SWAPS) if node.target in _SWAPS else None
+    inner = _call_of(node.args[0], "swap") if facts(node.target).form == "swap" else None
     if inner is None or inner.target is not node.target or inner.args[1:] != node.args[1:]:
         return None
     source = node_argument(inner, 0)
@@ -68,7 +59,7 @@ def _undone_swap(graph: Graph, node: Node) -> Node | None:
 
 def _view_of_view(graph: Graph, node: Node) -> Node | None:
     """``x.view(a).view(b)`` --> ``x.view(b)``."""
-    inner = _call_of(node.args[0], _VIEWS) if node.target in _VIEWS else None
+    inner = _call_of(node.args[0], "view") if facts(node.target).form == "view" else None
     if inner is None:
         return None
     return _insert_call(graph, node, aten.view.default, (inner.args[0], node.args[1]))
@@ -80,7 +71,7 @@ def _scaled_before_expand(graph: Graph, node: Node) -> Node | None:
     Kernels compute whole vectors and the rest of a row by different code, and the layout says where a row
     ends: the calls must round alike anyway, or ``x`` be one element, which leaves the rows as they are.
     """
-    wide = _call_of(node.args[0], (aten.expand.default,)) if node.target in _BY_SCALAR else None
+    wide = _call_of(node.args[0], "expand") if facts(node.target).by_scalar else None
     if wide is None or not isinstance(node.args[1], int | float):
         return None
     source = node_argument(wide, 0)
@@ -151,14 +142,14 @@ def _in_order(terms: Sequence[Node]) -> list[Node]:
 
 def _choose_layout(node: Node) -> None:
     """``(a + b)`` then a copy in another layout --> ``(b + a)`` if that has the layout: the copy is idle."""
-    if node.target is not aten.clone.default:
+    if facts(node.target).form != "copy":
         return
     chain: list[Node] = []
     source = node_argument(node, 0)
-    while source.target in _RELAYOUTS and len(source.users) == 1:
+    while facts(source.target).form in _RELAYOUTS and len(source.users) == 1:
         chain.insert(0, source)
         source = node_argument(source, 0)
-    if source.target not in _COMMUTING or source.kwargs or len(source.users) > 1:
+    if not facts(source.target).commutes or source.kwargs or len(source.users) > 1:
         return
     if source.meta["val"].is_complex():  # products of complex numbers are rounded by order
         return
@@ -175,8 +166,9 @@ def _choose_layout(node: Node) -> None:
         call.meta["val"] = value
 
 
-def _call_of(value: Argument, targets: Sequence[Target]) -> Node | None:
-    known = isinstance(value, Node) and value.target in targets and has_static_shape(value.meta.get("val"))
+def _call_of(value: Argument, form: Form) -> Node | None:
+    known = isinstance(value, Node) and facts(value.target).form == form
+    known = known and has_static_shape(cast("Node", value).meta.get("val"))
     return cast("Node", value) if known else None
 
 
@@ -186,7 +178,7 @@ def _is_like(argument: Argument, call: Node) -> TypeGuard[Node]:
 
 
 def _rounds_once(call: Node) -> bool:
-    return call.target in _ROUNDED_ONCE and not call.kwargs
+    return facts(call.target).rounds_once and not call.kwargs
 
 
 def _same_kind(value: object, other: Tensor) -> TypeGuard[Tensor]:

@@ -18,17 +18,9 @@ from torch.fx import Graph, Node
 
 from zbcompile.passes.joint.graph_facts import has_static_shape
 from zbcompile.passes.nodes import value_of
+from zbcompile.passes.ops import facts
 
 __all__ = ["flexible_views"]
-
-_VIEWS = ("aten.view.default", "aten._unsafe_view.default")
-_OWN_LAYOUT = (
-    "batch_norm", "group_norm", "instance_norm", "convolution", "pool", "upsample", "interpolate",
-    "log_sigmoid",
-)  # fmt: skip
-"""Parts of the names of calls that may or may not keep the layout of an argument that is not contiguous."""
-_DENSE = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.", "aten.clone.", "aten.embedding")
-"""Starts of the names of calls whose results have the layout that torch foretells."""
 
 
 def flexible_views(graph: Graph) -> int:
@@ -36,12 +28,12 @@ def flexible_views(graph: Graph) -> int:
     uncertain: set[Node] = set()
     changed = 0
     for node in graph.nodes:
-        if node.op != "call_function" or str(node.target).startswith(_DENSE):
+        if node.op != "call_function" or facts(node.target).dense:
             continue
         if not _layouts_differ(node) and not any(argument in uncertain for argument in node.all_input_nodes):
             continue
         uncertain.add(node)
-        if str(node.target) in _VIEWS and node.args[0] in uncertain:
+        if facts(node.target).form == "view" and node.args[0] in uncertain:
             node.target = torch.ops.aten.reshape.default
             changed += 1
     return changed
@@ -55,7 +47,7 @@ def _layouts_differ(node: Node) -> bool:
     values = [value_of(argument) for argument in node.all_input_nodes]
     tensors = [v for v in values if v is not None and v.layout is torch.strided and v.dim() > 1]
     first = next(iter(tensors), None)
-    if any(part in str(node.target) for part in _OWN_LAYOUT):
+    if facts(node.target).own_layout:
         return any(not _is_contiguous(t) for t in tensors)
     if first is None or not all(map(has_static_shape, tensors)):
         return False

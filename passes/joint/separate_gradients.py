@@ -23,18 +23,17 @@ from torch.fx import Graph, Node
 
 from zbcompile.passes.joint.graph_facts import storage_root
 from zbcompile.passes.nodes import is_getitem
+from zbcompile.passes.ops import facts
 from zbcompile.passes.torch_private import JointGraph
 
 __all__ = ["drop_checks", "drop_running_statistics", "own_gradients", "separate_convolutions"]
-
-_CHECKS = ("aten._assert_", "aten.sym_constrain_range", "aten._check")
 
 
 def drop_checks(joint: JointGraph) -> None:
     """Remove, in place, calls that only check something and whose result nobody reads."""
     graph = joint.module.graph
     for node in list(graph.nodes):
-        if node.op == "call_function" and str(node.target).startswith(_CHECKS) and not node.users:
+        if node.op == "call_function" and facts(node.target).check and not node.users:
             graph.erase_node(node)
 
 
@@ -42,8 +41,9 @@ def separate_convolutions(joint: JointGraph) -> None:
     """Let the gradients of a convolution's input and of its weights, in place, be made by two calls."""
     graph = joint.module.graph
     for node in list(graph.nodes):
-        if str(node.target) == "aten.convolution_backward.default":
-            _split_convolution(graph, node)
+        mask = facts(node.target).output_mask
+        if mask:
+            _split_call(graph, node, mask)
 
 
 def drop_running_statistics(joint: JointGraph) -> None:
@@ -53,19 +53,20 @@ def drop_running_statistics(joint: JointGraph) -> None:
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 
-def _split_convolution(graph: Graph, node: Node) -> None:
+def _split_call(graph: Graph, node: Node, position: int) -> None:
     """``dx, dw, db`` in one call --> ``dx`` in one call, ``dw`` and ``db`` in another, by output mask."""
-    mask = cast("Sequence[bool]", node.args[10])
+    mask = cast("Sequence[bool]", node.args[position])
     picks = {user.args[1]: user for user in node.users if is_getitem(user)}
     if not (mask[0] and 0 in picks and (1 in picks or 2 in picks)) or len(picks) != len(node.users):
         return
     with graph.inserting_before(node):
         input_call = graph.node_copy(node)
         weight_call = graph.node_copy(node)
-    input_call.args = (*node.args[:10], [True, False, False])
-    weight_call.args = (*node.args[:10], [False, mask[1], mask[2]])
-    for position, pick in picks.items():
-        pick.args = (input_call if position == 0 else weight_call, position)
+    before, after = node.args[:position], node.args[position + 1 :]
+    input_call.args = (*before, [True, False, False], *after)
+    weight_call.args = (*before, [False, mask[1], mask[2]], *after)
+    for result, pick in picks.items():
+        pick.args = (input_call if result == 0 else weight_call, result)
     graph.erase_node(node)
 
 

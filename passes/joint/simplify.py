@@ -23,20 +23,10 @@ from torch.fx.node import Argument
 from zbcompile.passes.aliasing import is_random
 from zbcompile.passes.joint.graph_facts import ancestors, node_argument, storage_root
 from zbcompile.passes.nodes import is_getitem, value_of
+from zbcompile.passes.ops import facts, namespace
 from zbcompile.passes.torch_private import JointGraph, OpOverload, schema
 
 __all__ = ["simplify"]
-
-_ALIASES = ("aten.detach.default", "aten.alias.default")
-_COPIES = ("aten.clone.default",)
-_NOT_PURE = (
-    "aten.empty",
-    "aten.new_empty",
-    "aten._assert",
-    "aten.sym_constrain",
-    "aten._linalg_check_errors",
-)
-_RESHAPES = ("aten.view.default", "aten._unsafe_view.default", "aten.expand.default")
 
 
 def simplify(joint: JointGraph) -> None:
@@ -86,12 +76,11 @@ class _Simplifier:
                 self.graph.erase_node(node)
 
     def _is_no_op(self, node: Node) -> bool:
-        name = str(node.target)
-        if name in _ALIASES:
-            return True
-        if name in _RESHAPES:
+        form = facts(node.target).form
+        if form in ("view", "expand"):
             return _same_layout(node, node.args[0])
-        return (name in _COPIES or _is_first_power(node)) and self._is_idle_copy(node)
+        copies = form == "copy" or (form == "power" and bool(node.args[1] == 1))  # torch copies x ** 1.0
+        return form == "alias" or (copies and self._is_idle_copy(node))
 
     def _is_idle_copy(self, node: Node) -> bool:
         """Return whether a clone has the layout of its argument and nobody writes to that whole storage.
@@ -127,19 +116,14 @@ def _is_pure(node: Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or is_random(node):
         return False
-    if schema(target).is_mutable or not str(target).startswith(("aten.", "prims.")):
+    if schema(target).is_mutable or namespace(target) not in ("aten", "prims"):
         return False
-    return not str(target).startswith(_NOT_PURE)
+    return not facts(target).impure
 
 
 def _owns_copy(node: Node) -> bool:
     """Return whether a call is there to have storage of its own."""
-    return str(node.target) in _COPIES
-
-
-def _is_first_power(node: Node) -> bool:
-    """Return whether a call is ``x ** 1.0``, which torch copies; the gradient of a square has it."""
-    return str(node.target) == "aten.pow.Tensor_Scalar" and bool(node.args[1] == 1)
+    return facts(node.target).form == "copy"
 
 
 def _same_layout(node: Node, other: Argument) -> bool:

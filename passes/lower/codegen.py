@@ -152,9 +152,15 @@ def _bytes(count: int) -> str:
 
 def _with_settles(row: Sequence[Action], sends: SendMode) -> list[Action | None]:
     """Return the row with None wherever the send mode holds the rank until what it posted is done."""
-    result: list[Action | None] = list(row)
-    for position, _ in reversed(list(sends.settles(row))):
-        result.insert(position, None)
+    result: list[Action | None] = []
+    open_posts: list[int] = []
+    for position, action in enumerate([*row, None]):
+        if action is None or action.kind in sends.waits_before:
+            due, open_posts = sends.due(open_posts)
+            result += [None] if due else []
+        if action is not None:
+            result.append(action)
+            open_posts += [position] if action.kind in sends.awaited else []
     return result
 
 

@@ -25,21 +25,10 @@ from torch.fx.node import Argument
 
 from zbcompile.passes.joint.graph_facts import has_static_shape, is_elementwise, node_argument, storage_root
 from zbcompile.passes.nodes import is_getitem, value_of
+from zbcompile.passes.ops import facts, namespace
 from zbcompile.passes.torch_private import OpOverload, schema, storage_bytes
 
 __all__ = ["written_in_place"]
-
-aten = torch.ops.aten
-_COMMUTING = (aten.add.Tensor, aten.mul.Tensor)
-_INTO = {
-    aten.silu_backward.default: aten.silu_backward.grad_input,
-    aten.sigmoid_backward.default: aten.sigmoid_backward.grad_input,
-    aten.tanh_backward.default: aten.tanh_backward.grad_input,
-    aten.threshold_backward.default: aten.threshold_backward.grad_input,
-}
-"""Element-wise calls without an in-place form --> the form that writes into a given tensor."""
-_MAKERS = ("mm", "addmm", "bmm", "baddbmm", "cat", "clone", "sum", "mean", "convolution")
-_TUPLE_MAKERS = ("native_layer_norm_backward", "_scaled_dot_product_flash_attention_for_cpu_backward")
 
 Storage = tuple[Node, Argument]
 """The value that owns it and, of a call with several results, which of them; otherwise None."""
@@ -98,7 +87,7 @@ def _over_first(node: Node, may_overwrite: Callable[[Argument], bool]) -> bool:
 
 def _over_second(node: Node, may_overwrite: Callable[[Argument], bool]) -> bool:
     """``a + b`` --> ``b.add_(a)``, ``a * b`` --> ``b.mul_(a)``; complex products are rounded by order."""
-    if node.target not in _COMMUTING or len(node.args) != 2 or node.kwargs or node.meta["val"].is_complex():
+    if not facts(node.target).commutes or len(node.args) != 2 or node.kwargs or node.meta["val"].is_complex():
         return False
     target = _in_place_form(cast("OpOverload", node.target))
     if target is None or not isinstance(node.args[0], Node) or not may_overwrite(node.args[1]):
@@ -110,18 +99,19 @@ def _over_second(node: Node, may_overwrite: Callable[[Argument], bool]) -> bool:
 
 def _into(node: Node, may_overwrite: Callable[[Argument], bool]) -> bool:
     """``f_backward(g, x)`` --> ``f_backward(g, x, grad_input=g)``."""
-    over = next((a for a in node.args if may_overwrite(a)), None) if node.target in _INTO else None
+    into = facts(node.target).into
+    over = next((a for a in node.args if may_overwrite(a)), None) if into else None
     if over is None:
         return False
-    node.target = _INTO[cast("OpOverload", node.target)]
+    node.target = getattr(cast("OpOverload", node.target).overloadpacket, into)
     node.kwargs = {**node.kwargs, "grad_input": over}
     return True
 
 
 def _in_place_form(target: OpOverload) -> OpOverload | None:
     """Return the overload that writes its first argument and takes the same arguments, or None."""
-    packet, overload = str(target).removeprefix("aten.").rsplit(".", 1)
-    found: OpOverload | None = getattr(getattr(aten, f"{packet}_", None), overload, None)
+    packet, overload = str(target).split(".")[-2:]
+    found: OpOverload | None = getattr(getattr(torch.ops.aten, f"{packet}_", None), overload, None)
     if found is None or _argument_names(found) != _argument_names(target):
         return None
     return found
@@ -135,7 +125,7 @@ def _is_pure_elementwise(node: Node) -> bool:
     """Return whether a call is element-wise, one of aten's, and writes to no argument."""
     return (
         is_elementwise(node)
-        and str(node.target).startswith("aten.")
+        and namespace(node.target) == "aten"
         and not schema(cast("OpOverload", node.target)).is_mutable
         and value_of(node) is not None
     )
@@ -153,20 +143,16 @@ def _is_made(owner: Node, position: Argument) -> bool:
     if owner.op != "call_function":
         return False
     if position is not None:
-        return _name(owner) in _TUPLE_MAKERS
-    return _is_pure_elementwise(owner) or _name(owner) in _MAKERS
+        return facts(owner.target).fresh_tuple
+    return _is_pure_elementwise(owner) or facts(owner.target).fresh
 
 
 def _is_known(user: Node) -> bool:
     """Return whether a call keeps no hold on what it reads but where its schema says so."""
     if is_getitem(user):
         return True
-    known = isinstance(user.target, OpOverload) and str(user.target).startswith(("aten.", "prims."))
-    return known and not _name(user).startswith("unsafe_")
-
-
-def _name(node: Node) -> str:
-    return str(node.target).removeprefix("aten.").split(".")[0]
+    known = namespace(user.target) in ("aten", "prims")
+    return known and not facts(user.target).keeps_hold
 
 
 def _same_form(value: object, result: Tensor) -> bool:

@@ -13,14 +13,13 @@ from torch.fx import Node
 from zbcompile.passes.aliasing import owned_bytes
 from zbcompile.passes.joint.graph_facts import ancestors
 from zbcompile.passes.op_costs import is_heavy
+from zbcompile.passes.ops import facts
 from zbcompile.passes.split.save_set import Phase, cut
 from zbcompile.passes.split.stage_values import StageValues
 
 __all__ = ["kept_for_backward", "kept_for_weight"]
 
 Price = Callable[[Node], int | None]
-
-_GATHERS = ("aten.embedding_dense_backward", "aten.index_put", "aten.scatter", "aten.index_add")
 
 
 def kept_for_weight(values: StageValues, price: Price) -> set[Node]:
@@ -64,4 +63,4 @@ def kept_for_backward(values: StageValues, for_weight: set[Node], price: Price) 
 
 
 def _stays_in_weight(node: Node) -> bool:
-    return node.op == "call_function" and (is_heavy(node) or str(node.target).startswith(_GATHERS))
+    return node.op == "call_function" and (is_heavy(node) or facts(node.target).gathers)

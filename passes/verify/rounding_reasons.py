@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from zbcompile.passes.capture.constant_masks import is_mask_of_transformers
 from zbcompile.passes.nodes import value_of
+from zbcompile.passes.ops import facts
 from zbcompile.passes.split.staged_model import StagedModel
 
 __all__ = [
@@ -26,12 +27,6 @@ ATOMIC = "a kernel of the accelerator that adds in no fixed order"
 
 FLOAT32_TOLERANCE = 1e-6
 INDUCTOR_TOLERANCE = 1e-5
-_ATOMIC = (
-    "embedding_dense_backward", "embedding_bag", "index_add", "index_put", "index_reduce", "scatter_add",
-    "scatter_reduce", "grid_sampler", "upsample", "max_pool3d", "adaptive_avg_pool", "cumsum",
-    "scaled_dot_product", "flash_attention", "efficient_attention", "convolution_backward", "ctc_loss",
-)  # fmt: skip
-"""What ``torch.use_deterministic_algorithms`` documents as nondeterministic on CUDA, by part of its name."""
 
 _CROSS_ENTROPY = ("self", "target", "weight", "reduction", "ignore_index", "label_smoothing")
 
@@ -150,5 +145,4 @@ def _adds_in_no_order(staged: StagedModel) -> bool:
     graphs = (
         graph for stage in staged.stages for graph in (stage.graphs.forward, stage.graphs.full_backward)
     )
-    names = (str(node.target) for graph in graphs for node in graph.graph.nodes)
-    return any(part in name for name in names for part in _ATOMIC)
+    return any(facts(node.target).any_order for graph in graphs for node in graph.graph.nodes)

@@ -22,6 +22,7 @@ from zbcompile.passes import torch_patches, torch_private
 from zbcompile.passes.capture.nested_values import flatten, unflatten
 from zbcompile.passes.capture.state_guards import attributes_kept
 from zbcompile.passes.capture.with_loss import result_with_loss, with_loss
+from zbcompile.passes.hooks import has_hooks
 from zbcompile.passes.split.sequence import run_backward, run_forward
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.passes.verify.deviations import Deviation, Values, VerifyReport, deviations
@@ -142,7 +143,7 @@ def _autograd(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
     (``torch.autograd.grad`` would not do: reentrant checkpoints refuse it.)
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    hooked = [name for name, p in named.items() if torch_private.has_hooks(p)]
+    hooked = [name for name, p in named.items() if has_hooks(p)]
     if hooked:
         raise UsageError(
             f"cannot verify: {hooked[0]} has a gradient hook, which the check would trigger",
@@ -200,7 +201,7 @@ def cheap_to_verify(model: nn.Module) -> bool:
     """
     parameters = list(model.parameters())
     small = sum(p.nbytes for p in parameters) <= SMALL_BYTES
-    return small and all(p.device.type == "cpu" and not torch_private.has_hooks(p) for p in parameters)
+    return small and all(p.device.type == "cpu" and not has_hooks(p) for p in parameters)
 
 
 def _check_real(model: nn.Module) -> None:

@@ -165,7 +165,11 @@ def test_check_proves_a_certificate_line_by_line(capsys, schedule_path: Path) ->
     path = schedule_path.with_name("planned.json")
     words = ("--microbatches", "4", "--cap", "1p", "--time-limit", "20", "--quiet", "-o", path)
     profile = schedule_path.with_name("costs.json")
-    profile.write_text(json.dumps({"format": "zbcompile.profile", "version": 1, **document["profile"]}))
+    profile.write_text(
+        json.dumps(
+            {"format": profile_json.FILE.name, "version": profile_json.FILE.version, **document["profile"]}
+        )
+    )
     assert run(capsys, "plan", profile, *words)[0] == 0
     code, out, err = run(capsys, "check", path, "--certificate")
     assert (code, err) == (0, "")
@@ -683,7 +687,12 @@ def test_gradients_held_beyond_the_plan_are_said_and_nothing_where_there_are_non
     assert [rank["gradients_beyond_plan"] for rank in json.loads(out)["per_rank"]] == [[1]]
     stage = {"forward_ns": 20, "backward_input_ns": 20, "backward_weight_ns": 20, "full_backward_ns": 37}
     stage |= {"repeat": 4, "saved_bytes": 4, "saved_for_weight_bytes": 2}
-    profile = {"format": "zbcompile.profile", "version": 1, "stages": [stage], "microbatches": 8}
+    profile = {
+        "format": profile_json.FILE.name,
+        "version": profile_json.FILE.version,
+        "stages": [stage],
+        "microbatches": 8,
+    }
     (tmp_path / "p.json").write_text(json.dumps(profile))
     args = ("plan", tmp_path / "p.json", "--cap", "16", "--time-limit", "2", "-o", tmp_path / "plan.json")
     code, _, err = run(capsys, *args)

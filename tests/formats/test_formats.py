@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.places import EXAMPLES
+from tests.support.places import EXAMPLES, GOLDEN
 from tests.support.strategies import greedy_order, problems
 from zbcompile.errors import FormatError, UsageError
 from zbcompile.formats import checkpoint_json, chrome_trace, measured_json, profile_json, schedule_json
@@ -218,6 +218,23 @@ def test_the_example_profiles_are_valid_and_say_where_they_come_from() -> None:
         assert file.num_microbatches
 
 
+def test_every_example_and_golden_file_is_read_and_matches_its_schema() -> None:
+    readers = {
+        "zbcompile.schedule": schedule_json.loads,
+        "zbcompile.profile": profile_json.loads,
+        "zbcompile.measured": measured_json.loads,
+        "zbcompile.checkpoint": checkpoint_json.loads,
+    }
+    found = set()
+    for path in [*EXAMPLES.glob("**/*.json"), *GOLDEN.glob("*.json")]:
+        document = json.loads(path.read_text())
+        if name := document.get("format"):
+            VALIDATORS[name.removeprefix("zbcompile.")].validate(document)
+            readers[name](path.read_text(), path.name)
+            found.add(name)
+    assert found == set(readers)
+
+
 def test_the_example_profiles_are_the_papers(paper_profiles) -> None:
     for row in paper_profiles["configs"]:
         name = f"gpt-{row['model'].lower()}-p{row['num_ranks']}-m{row['num_microbatches']}.json"
@@ -242,7 +259,11 @@ def test_the_least_a_profile_may_say() -> None:
         "saved_bytes": 2,
         "saved_for_weight_bytes": 1,
     }
-    document = {"format": "zbcompile.profile", "version": 1, "stages": [{"repeat": 4, **stage}]}
+    document = {
+        "format": profile_json.FILE.name,
+        "version": profile_json.FILE.version,
+        "stages": [{"repeat": 4, **stage}],
+    }
     VALIDATORS["profile"].validate(document)
     file = profile_json.loads(json.dumps(document))
     assert file == ProfileFile(Profile.uniform(StageCost.simple(3, 3, 2), 4))

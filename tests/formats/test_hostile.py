@@ -74,12 +74,13 @@ def test_each_reader_refuses_the_other_formats_by_name(name: str) -> None:
                 READERS[name](json.dumps(document(other)))
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", 1.5, None, True, BIG])
-def test_other_versions_are_refused(version: object) -> None:
-    for name, read in READERS.items():
+@pytest.mark.parametrize("name", READERS)
+def test_other_versions_are_refused(name: str) -> None:
+    own = document(name)["version"]
+    for version in (own - 1, own + 1, str(own), own + 0.5, float(own), None, True, BIG):
         text = json.dumps({**document(name), "version": version})
         with pytest.raises(FormatError, match="version"):
-            read(text)
+            READERS[name](text)
 
 
 def paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -13,7 +13,7 @@ from benchmarks import ablate
 from benchmarks.ablation_rows import ROWS
 from zbcompile.cli.main import main
 from zbcompile.errors import NoOrderError, UsageError
-from zbcompile.formats import profile_json
+from zbcompile.formats import profile_json, schedule_json
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.parts import Improve, Part, Prove, Start, search
@@ -72,6 +72,7 @@ def test_the_lineage_of_a_known_row() -> None:
     solution = plan(problem, level=1, time_limit_s=600, without={"quick_exact"})
     assert solution.certificate.lineage == ("classic ZB-V", "redispatch")
     assert solution.origin == "classic ZB-V > redispatch"
+    assert schedule_json.loads(schedule_json.dumps(solution)).certificate == solution.certificate
     unit = Problem.of(Profile.uniform(StageCost.simple(1, 1, 1, 2, 1), 4), None, 8, 8)
     assert plan(unit).certificate.lineage == ("classic ZB-H1",)
     choice = plan_auto(unit.with_(placement=Placement.linear(4)))

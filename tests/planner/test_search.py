@@ -33,7 +33,7 @@ SCRIPT = """
 import random
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
-from zbcompile.planner.core import tables
+from zbcompile.planner.core.compiled import can_compile
 from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.improve.anneal import Annealer
@@ -44,7 +44,7 @@ for objective in ("span", "makespan"):
     problem = Problem.of(profile, Placement.v(4), 6, 60, objective)
     instance = Instance.of(problem)
     pool = offset_key_orders(instance, Scorer(instance), random.Random(3), blocks=12, dispatches=12)
-    print(tables.HAVE_NUMBA, pool, Annealer(instance).run(pool[0][2], 700, seed=5))
+    print(can_compile(), pool, Annealer(instance).run(pool[0][2], 700, seed=5))
 """
 
 

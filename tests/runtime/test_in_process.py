@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.support.other_send_modes import other_send_modes
 from tests.support.pipeline_oracle import same
 from tests.support.runtime_helpers import (
     chain_front,
@@ -26,6 +29,7 @@ from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import PipelineError
 from zbcompile.passes.lower.codegen import emit
 from zbcompile.runtime.local_runner import LocalRunner
+from zbcompile.runtime.mailbox import Mailbox
 from zbcompile.runtime.wire_format import WireFormat
 from zbcompile.runtime.wiring import Wiring
 from zbcompile.schedule.check import check
@@ -56,7 +60,14 @@ def test_chosen_receive_depth_and_send_slots_finish(seed: int) -> None:
     assert all(torch.equal(found[name], grad) for name, grad in expected.items())
 
 
-@pytest.mark.parametrize("transport", ["rendezvous", "batched"])
+@pytest.fixture
+def _more_send_modes() -> Iterator[None]:
+    with other_send_modes():
+        yield
+
+
+@pytest.mark.usefixtures("_more_send_modes")
+@pytest.mark.parametrize("transport", ["rendezvous", "batched", "buffered", "drained"])
 def test_other_send_modes_give_the_same_bits(transport: str) -> None:
     front = chain_front(3)
     problem = problem_for(front, Placement.linear(3), 4).with_(transport=transport)
@@ -75,6 +86,25 @@ def test_other_send_modes_give_the_same_bits(transport: str) -> None:
     assert any("settle" in text for text in texts)
     found = run_here(front, lowered, texts)
     assert all(torch.equal(found[name], grad) for name, grad in chain_reference(4).items())
+
+
+def test_a_settle_leaves_the_newest_messages_under_way() -> None:
+    """Two ranks; three sends and a receive between them, none of which has arrived."""
+    tickets = [object() for _ in range(4)]
+    wire = {(False, 0, 1): (), (True, 1, 0): ()}
+    spec = SimpleNamespace(placement=Placement.linear(2), wire_formats=wire)
+    for verb, expected in (("settle_sends", [[0, 1], [2]]), ("settle", [[0, 1, 2], [3]])):
+        posted = iter(tickets)
+        channels = SimpleNamespace(
+            post_send=lambda *_, p=posted: next(p), post_recv=lambda *_, p=posted: next(p)
+        )
+        mailbox = Mailbox(0, cast("Any", spec), cast("Any", channels), cast("Any", None), None)
+        for microbatch in range(3):
+            mailbox.put((False, 0, 1, microbatch), [])
+            assert list(mailbox.send((False, 0, 1, microbatch))) == []
+        mailbox.post_recv((True, 1, 0, 0))
+        waits = [wait for left in (1, 0) for wait in getattr(mailbox, verb)(left)]
+        assert [[tickets.index(t) for t in wait.tickets] for wait in waits] == expected
 
 
 def test_tied_parameters_get_the_sum_over_their_stages_once() -> None:

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from tests.support.memory_oracle import fits_by_hand, held_by_hand
 from tests.support.planner_cases import random_placement, random_problem
 from tests.support.strategies import greedy_order, problems
+from zbcompile.planner.core.compiled import vector
 from zbcompile.planner.core.instance import Instance, to_codes, to_schedule
 from zbcompile.planner.core.kernel import stays_legal
 from zbcompile.planner.core.score import fits
-from zbcompile.planner.core.tables import Tables, pack, vector
+from zbcompile.planner.core.tables import Tables, pack
 from zbcompile.planner.starts.fused_patterns import alternate
 from zbcompile.planner.starts.list_schedule import Recipe, list_schedule
 from zbcompile.schedule.check import faults

@@ -12,11 +12,11 @@ from zbcompile.errors import CheckError, FormatError, UsageError
 from zbcompile.schedule.check import check, faults
 from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.costs import Link, Profile, StageCost
+from zbcompile.schedule.dependency_graph import order_graph
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
 from zbcompile.schedule.least_memory import least_headroom
 from zbcompile.schedule.memory import memory_peaks
 from zbcompile.schedule.problem import Problem
-from zbcompile.schedule.rules import to_networkx
 from zbcompile.schedule.simulate import simulate
 
 
@@ -32,7 +32,7 @@ def test_text_round_trips(problem: Problem, random: object, with_messages: bool)
 def test_times_equal_the_longest_path_of_the_networkx_graph(problem: Problem, random: object) -> None:
     schedule = greedy_order(problem, random)
     timeline = simulate(schedule, problem)
-    graph = to_networkx(schedule, problem)
+    graph = order_graph(schedule, problem)
     start: dict[Action, int] = {}
     for node in nx.topological_sort(graph):
         start[node] = max(
@@ -52,7 +52,7 @@ def test_times_equal_the_longest_path_of_the_networkx_graph(problem: Problem, ra
 def test_first_actions_can_really_start_at_their_latest_start(problem: Problem, random: object) -> None:
     schedule = greedy_order(problem, random)
     timeline = simulate(schedule, problem)
-    graph = to_networkx(schedule, problem)
+    graph = order_graph(schedule, problem)
     begin: dict[Action, int] = {}
     for node in nx.topological_sort(graph):
         own = [

@@ -40,7 +40,7 @@ _DECIMAL = re.compile(r"([0-9]{1,18}(\.[0-9]{0,18})?|\.[0-9]{1,18})([eE][+-]?[0-
 
 _CAP_HELP = (
     "memory per rank: 4GiB, 512MiB, 8e9, or 1.5p (times what p microbatches hold on the rank, plus its "
-    "static bytes; 1F1B needs 1p): one cap for all ranks; a comma list gives each rank its own, 'none' no limit"
+    "static bytes; 1F1B needs 1p): one cap for all; a comma list gives each rank its own, 'none' no limit"
 )
 _PLACEMENT_HELP = (
     "linear, looped[:K], v[:K] (K stages per rank), the rank of every stage as 0,1,1,0, or auto: the best of "

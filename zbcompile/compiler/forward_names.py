@@ -15,7 +15,7 @@ from types import CodeType, FunctionType
 
 from torch import nn
 
-from zbcompile.passes import torch_private
+from zbcompile.passes.hooks import module_hooks
 
 __all__ = ["ForwardNames"]
 
@@ -57,7 +57,7 @@ class ForwardNames:
             if owner not in (object, nn.Module):
                 for name, value in vars(owner).items():
                     methods.setdefault(name, []).append(value)
-        hooks = [h for m in modules for _, table in torch_private.module_hooks(m) for h in table.values()]
+        hooks = [h for m in modules for _, table in module_hooks(m) for h in table.values()]
         own = [value for m in modules for value in vars(m).values() if callable(value)]
         todo = [*methods.get("forward", ()), *methods.get("__call__", ()), *hooks, *own, *others]
         seen: dict[CodeType, ForwardNames] = {}

@@ -25,6 +25,7 @@ from zbcompile.compiler.signature import Value
 from zbcompile.errors import UsageError
 from zbcompile.passes import torch_private
 from zbcompile.passes.capture.with_loss import loss_module
+from zbcompile.passes.hooks import HookKind, module_hooks, refused_hook
 
 __all__ = ["ModeGuard", "ModelGuard", "refuse_inputs_with_gradients"]
 
@@ -78,13 +79,13 @@ class ModelGuard:
             attributes.append(_Table(vars(module), own))
             self._lists += own.containers()
             objects |= {id(value): (_join(path, name), value) for name, value in own.objects()}
-            for kind, hooked in torch_private.module_hooks(module):
-                if register and kind.startswith("forward"):
+            for kind, hooked in module_hooks(module):
+                if register and kind.fate == "captured":
                     continue
                 if hooked:
-                    hooks.append(_Table(hooked, _Hooks(path, kind, hooked)))
+                    hooks.append(_Table(hooked, _Hooks(path, kind.name, hooked)))
                 else:
-                    self._no_hooks.append((path, kind, hooked))
+                    self._no_hooks.append((path, kind.name, hooked))
         if _has_attributes(loss_fn):
             objects[id(loss_fn)] = ("loss_fn", loss_fn)
         for where, value in objects.values():
@@ -131,8 +132,8 @@ class ModelGuard:
             path, kind, _ = next(item for item in self._no_hooks if item[2])
             raise _hook(path, kind)
         parameters = [p for p in _values(self._held_parameters) if p is not None]
-        if torch_private.any_gradient_hooks(parameters):
-            self._refuse_gradient_hooks()
+        if refused := refused_hook(parameters):
+            self._refuse_hook(*refused)
 
     def _as_noted(self, training: bool) -> bool:
         """Return whether all tables are as they were when last found right, without saying what differs."""
@@ -163,11 +164,11 @@ class ModelGuard:
             if type(module) is not old:
                 raise _changed("the module has another class", path, old.__name__, type(module).__name__)
 
-    def _refuse_gradient_hooks(self) -> None:
+    def _refuse_hook(self, kind: HookKind, hooked: Tensor) -> None:
         for path, module in self._named:
             for name, parameter in module.named_parameters(recurse=False):
-                if torch_private.has_gradient_hooks(parameter):
-                    raise _hook(_join(path, name), "gradient hook")
+                if parameter is hooked:
+                    raise _hook(_join(path, name), kind.name)
 
 
 class ModeGuard:
@@ -270,7 +271,7 @@ class _Attributes:
         self.table = vars(owner)
         self.is_module = isinstance(owner, nn.Module)
         self.hooked = isinstance(owner, nn.Module) and any(
-            table for kind, table in torch_private.module_hooks(owner) if kind == "forward pre-hook"
+            table for kind, table in module_hooks(owner) if kind.name == "forward pre-hook"
         )
         self.training = self.table.get("training")
         self.old = {name: _copied(v) for name, v in self.table.items() if self._watched(name, v)}

@@ -30,6 +30,9 @@ __all__ = [
 T = TypeVar("T")
 Schema = dict[str, object]
 
+# Shapes and records are neither compared nor printed: the code that `dataclass` makes for that takes time at
+# every start of a command.
+
 
 class Shape(ABC, Generic[T]):
     """What a JSON value may be, and the value of type T that it stands for.

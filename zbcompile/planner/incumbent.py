@@ -10,11 +10,13 @@ from typing import Protocol
 
 from zbcompile.errors import NoOrderError
 from zbcompile.planner.bounds.bound import Bound
+from zbcompile.planner.core.compiled import compile_seconds
 from zbcompile.planner.core.instance import Codes, Fusing, Instance, shaped, to_schedule
 from zbcompile.planner.core.score import fits, value_of
 from zbcompile.planner.core.scorer import Score
 from zbcompile.planner.core.times import Clock
 from zbcompile.schedule.check import check
+from zbcompile.schedule.dependency_graph import planned_rules
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Certificate, Solution
@@ -140,8 +142,9 @@ class Incumbent:
         observer: Callable[[Progress], None] | None = None,
         fusing: Fusing = Fusing.AUTO,
     ) -> None:
-        self.problem, self.instance, self.bound = problem, Instance.of(problem), bound
-        self.started = time.monotonic()
+        self.problem, self.bound = problem, bound
+        self.instance = Instance.under(problem, planned_rules(problem))
+        self.started, self.compiled_s = time.monotonic(), compile_seconds()
         self.deadline = self.started + time_limit_s
         self.observer = observer
         self.clock, self.fusing = Clock.of(problem), fusing
@@ -161,8 +164,8 @@ class Incumbent:
 
     @property
     def seconds_left(self) -> float:
-        """Time until the limit in seconds."""
-        return self.deadline - time.monotonic()
+        """Time until the limit in seconds, the compiling of kernels not counted."""
+        return self.deadline + compile_seconds() - self.compiled_s - time.monotonic()
 
     @property
     def codes(self) -> Codes | None:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.bound import Bound
+from zbcompile.planner.core.compiled import compile_seconds
 from zbcompile.planner.core.instance import Fusing, Instance
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.incumbent import Incumbent, Order, Progress
@@ -263,7 +264,12 @@ class Run:
 
     @cached_property
     def scorer(self) -> Scorer:
-        """The scorer of the problem, for one thread, where no send holds up its rank."""
+        """The scorer of the problem, for one thread, where no send holds up its rank.
+
+        The observer is told when this is the first of the process, since kernels may have to be compiled.
+        """
+        if compile_seconds() == 0:
+            self.incumbent.report("compile")
         return Scorer(self.instance)
 
     @property

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zbcompile.errors import ShapeError, UsageError
 from zbcompile.runtime.real_buffers import real_buffers
 from zbcompile.runtime.tensor_files import TensorFiles
+from zbcompile.runtime.torch_private import tensor_tables
 
 __all__ = ["materialize"]
 
@@ -97,7 +98,7 @@ def _places(model: nn.Module) -> dict[str, list[_Place]]:
     first: dict[int, str] = {}
     found: dict[str, list[_Place]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for table in (module._parameters, module._buffers):
+        for table in tensor_tables(module):
             for leaf, value in table.items():
                 if value is not None:
                     name = first.setdefault(id(value), f"{path}.{leaf}" if path else leaf)
@@ -142,19 +143,20 @@ def _initialise(
             where=path,
             fix="give init_weights=, a function of a module, or state=",
         )
-    kept = dict(module._parameters)
+    table, _ = tensor_tables(module)
+    kept = dict(table)
     stream = int.from_bytes(hashlib.sha256(f"{seed}:{path}".encode()).digest()[:8], "big") >> 1
     try:
         for name, value in kept.items():
             if value is not None:
                 fresh = torch.full_like(value, float("nan") if value.is_floating_point() else 0, device="cpu")
-                module._parameters[name] = nn.Parameter(fresh, requires_grad=value.requires_grad)
+                table[name] = nn.Parameter(fresh, requires_grad=value.requires_grad)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(stream)
             init_weights(module) if init_weights is not None else reset()  # type: ignore[misc]
-        made = {name: value.detach() for name, value in module._parameters.items() if value is not None}
+        made = {name: value.detach() for name, value in table.items() if value is not None}
     finally:
-        module._parameters.update(kept)
+        table.update(kept)
     untouched = [name for name, value in made.items() if value.is_floating_point() and value.isnan().any()]
     if untouched:
         raise UsageError(
@@ -187,6 +189,6 @@ def _put(places: list[_Place], name: str, value: Tensor, device: torch.device) -
         nn.Parameter(real, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else real
     )
     for module, leaf, _ in places:
-        table = module._parameters if leaf in module._parameters else module._buffers
-        table[leaf] = new  # type: ignore[assignment]
+        parameters, buffers = tensor_tables(module)
+        (parameters if leaf in parameters else buffers)[leaf] = new
     return new

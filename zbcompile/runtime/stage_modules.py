@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zbcompile.errors import ShapeError, UsageError
 from zbcompile.runtime.materialize import materialize
+from zbcompile.runtime.torch_private import module_tables
 from zbcompile.runtime.wiring import RunnableStage
 
 __all__ = ["Stage", "StateReader"]
@@ -134,7 +135,7 @@ def _attach(root: nn.Module, name: str, value: Tensor) -> None:
     *path, leaf = name.split(".")
     holder = root
     for part in path:
-        child = holder._modules.get(part)
+        child = module_tables(holder)[0].get(part)
         if child is None:
             child = nn.Module()
             holder.add_module(part, child)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "TorchDispatchMode",
     "accumulate_hooks",
     "copy_all",
     "found_not_finite",
     "is_unscaled",
+    "module_tables",
     "new_group",
     "own_store",
+    "post_accumulate_hooks",
     "profiler_enabled",
+    "tensor_tables",
 ]
 
 
@@ -43,8 +48,13 @@ def new_group(name: str, ranks: list[int], timeout: timedelta, backend: str) -> 
 
 def accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
     """Return what was registered with ``register_post_accumulate_grad_hook``, in order."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    hooks = post_accumulate_hooks(parameter)
     return list(hooks.values()) if hooks else []
+
+
+def post_accumulate_hooks(parameter: Tensor) -> Mapping[int, Callable[[Tensor], None]] | None:
+    """Return the table that ``register_post_accumulate_grad_hook`` fills; None before the first."""
+    return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
 def found_not_finite(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
@@ -56,6 +66,18 @@ def found_not_finite(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.dev
 def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
     """Return whether ``unscale_`` has been called for an optimizer since the last update."""
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
+
+
+def module_tables(
+    module: nn.Module,
+) -> tuple[Mapping[str, nn.Module | None], Mapping[str, Tensor | None], Mapping[str, Tensor | None]]:
+    """Return the module's own tables of children, parameters and buffers."""
+    return module._modules, module._parameters, module._buffers
+
+
+def tensor_tables(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """Return the module's own tables of parameters and buffers: tensors are replaced there."""
+    return cast("dict[str, Tensor | None]", module._parameters), module._buffers
 
 
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:

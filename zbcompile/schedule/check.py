@@ -15,16 +15,12 @@ from zbcompile.schedule.memory import memory_during
 from zbcompile.schedule.messages import Message
 from zbcompile.schedule.positions import Key, Positions
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.rules import OWN_STAGE, dependencies
 from zbcompile.schedule.simulate import Timeline, timeline_of
 
 __all__ = ["check", "checked_times", "faults", "is_well_formed", "judge"]
 
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-_BEFORE = {
-    Kind.BACKWARD_INPUT: Kind.FORWARD,
-    Kind.FULL_BACKWARD: Kind.FORWARD,
-    Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
-}
 
 
 def check(schedule: Schedule, problem: Problem) -> None:
@@ -92,14 +88,11 @@ def is_well_formed(schedule: Schedule, problem: Problem) -> bool:
     if _complete(schedule, problem, positions) or _rank_order(positions):
         return False
     rank_of = problem.placement.rank_of
-    for edge in problem.profile.edges:
-        if rank_of[edge.source] != rank_of[edge.target]:
+    for before, after, _, reason in dependencies(problem):
+        if reason == "own stage" or rank_of[before.stage] != rank_of[after.stage]:
             continue
-        made, used = positions.of(Kind.FORWARD, edge.source), positions.of(Kind.FORWARD, edge.target)
+        made, used = (positions.made(step.kind, step.stage) for step in (before, after))
         if any(made[i] > number for i, number in used.items()):
-            return False
-        made, used = positions.gradients(edge.target), positions.gradients(edge.source)
-        if edge.has_gradient and any(made[i] > number for i, number in used.items()):
             return False
     return True
 
@@ -200,12 +193,12 @@ def _rank_order(positions: Positions) -> list[CheckError]:
     """Test that on every stage F comes before B and B before W, before a wrong order shows up as a cycle."""
     wrong = []
     for (kind, stage, _), numbers in positions.rows.items():
-        if kind in _BEFORE:
-            earlier = positions.of(_BEFORE[kind], stage)
+        if kind in OWN_STAGE:
+            earlier = positions.of(OWN_STAGE[kind], stage)
             wrong += [(n, kind, stage, i, earlier[i]) for i, n in numbers.items() if earlier[i] > n]
     found = []
     for number, kind, stage, microbatch, earlier_number in sorted(wrong, key=itemgetter(0)):
-        action, before = Action(kind, stage, microbatch), Action(_BEFORE[kind], stage, microbatch)
+        action, before = Action(kind, stage, microbatch), Action(OWN_STAGE[kind], stage, microbatch)
         rank = bisect_right(positions.base, number) - 1
         base = positions.base[rank]
         found.append(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from operator import itemgetter
 
 from zbcompile.errors import UsageError
@@ -65,18 +65,7 @@ class StageCost:
     variants: tuple[StageCost, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_amounts(
-            self,
-            (
-                "forward_ns",
-                "backward_input_ns",
-                "backward_weight_ns",
-                "full_backward_ns",
-                "saved_bytes",
-                "saved_for_weight_bytes",
-                "static_bytes",
-            ),
-        )
+        _check_amounts(self, _AMOUNTS)
         for variant in self.variants:
             if variant.variants:
                 raise UsageError("a variant of a stage cannot have variants", where=variant.name or self.name)
@@ -103,6 +92,9 @@ class StageCost:
     def work_ns(self) -> int:
         """F + B + W of one microbatch, in ns."""
         return self.forward_ns + self.backward_input_ns + self.backward_weight_ns
+
+
+_AMOUNTS = tuple(cost.name for cost in fields(StageCost) if cost.type == "int")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,12 @@ _TERA = 10**12
 _GIGA = 10**9
 
 
+_AT_RATE_OF = {"complex32": "float16", "complex64": "float32", "complex128": "float64", "bool": "float32"} | {
+    f"{sign}int{bits}": "float32" for sign in ("", "u") for bits in (8, 16, 32, 64)
+}
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """The roofline of a device.
@@ -50,7 +56,9 @@ class Device:
     element_ps: Mapping[str, int] = field(default_factory=dict)
 
     def peak(self, dtype: str) -> int:
-        """Return the peak FLOP/s of a dtype; integers, bools and complex64 run at the float32 rate.
+        """Return the peak FLOP/s of a dtype.
+
+        Integers and bools run at the float32 rate, complex numbers at that of their parts.
 
         Raises
         ------
@@ -58,8 +66,8 @@ class Device:
             The device has no rate for the dtype.
         """
         rate = self.flops_per_second.get(dtype)
-        if rate is None and dtype in ("complex64", "int64", "int32", "int16", "int8", "uint8", "bool"):
-            rate = self.flops_per_second.get("float32")
+        if rate is None:
+            rate = self.flops_per_second.get(_AT_RATE_OF.get(dtype, ""))
         if rate is None:
             raise UsageError(
                 f"no peak rate of {self.name} for {dtype}",
@@ -99,7 +107,15 @@ class Device:
 
 
 def _gpu(
-    name: str, fp32: float, tf16: float, fp64: float, tb_s: float, gib: int, link_gb_s: int, source: str
+    name: str,
+    fp32: float,
+    tf16: float,
+    fp64: float,
+    tb_s: float,
+    gib: int,
+    link_gb_s: int,
+    source: str,
+    tf8: float = 0,
 ) -> Device:
     half = int(tf16 * _TERA)
     rates = {
@@ -108,6 +124,8 @@ def _gpu(
         "float16": half,
         "float64": int(fp64 * _TERA),
     }
+    if tf8:
+        rates |= dict.fromkeys(_FLOAT8, int(tf8 * _TERA))
     link = Link(10_000, link_gb_s * _GIGA)
     return Device(name, rates, int(tb_s * _TERA), gib * 2**30, 5_000, link, source)
 
@@ -130,7 +148,7 @@ DEVICES: Mapping[str, Device] = {
     d.name: d
     for d in (
         _gpu("A100", 19.5, 312, 9.7, 2.039, 80, 300, "NVIDIA A100 80GB SXM data sheet"),
-        _gpu("H100", 67, 989.4, 34, 3.35, 80, 450, "NVIDIA H100 SXM data sheet"),
+        _gpu("H100", 67, 989.4, 34, 3.35, 80, 450, "NVIDIA H100 SXM data sheet", 1978.9),
         _gpu("H200", 67, 989.4, 34, 4.8, 141, 450, "NVIDIA H200 SXM data sheet"),
         _gpu("B200", 75, 2250, 37, 7.7, 180, 900, "NVIDIA HGX B200 data sheet, per GPU"),
         _gpu(
@@ -145,7 +163,10 @@ DEVICES: Mapping[str, Device] = {
         ),
         Device(
             "CPU",
-            {"float32": 100 * _GIGA, "bfloat16": 50 * _GIGA, "float16": 50 * _GIGA, "float64": 50 * _GIGA},
+            {
+                "float32": 100 * _GIGA,
+                **dict.fromkeys(("bfloat16", "float16", "float64", *_FLOAT8), 50 * _GIGA),
+            },
             20 * _GIGA,
             16 * 2**30,
             2_000,

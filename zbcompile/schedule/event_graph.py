@@ -16,7 +16,7 @@ choice of messages. Its longest path is the time of the step.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.messages import Message
 from zbcompile.schedule.positions import Key, Positions
 from zbcompile.schedule.problem import Problem
-from zbcompile.schedule.rules import Rules, durations, predecessors
+from zbcompile.schedule.rules import SENT_BY, Dependency, Step, dependencies, durations, unfused
 
 __all__ = ["EventGraph", "describe_wait"]
 
@@ -252,19 +252,25 @@ class EventGraph:
 
     def _add_holds(self) -> None:
         """Hold every rank where its send mode says, until what it waits for has arrived."""
-        sends, transfer_of, duration = self.problem.sends, self.transfer_of, self.duration
+        mode, transfer_of = self.problem.sends, self.transfer_of
+        awaited, waits_before = mode.awaited, mode.waits_before
+        successors, duration = self.successors, self.duration
         for nodes, row in zip(self.node_of, self.schedule.order, strict=True):
-            first = nodes.start
-            for position, posts in sends.settles(row):
-                if position == len(row):  # the end of a step holds nothing up
-                    continue
-                for post in posts:
-                    transfer = transfer_of[first + post]
-                    self._edge(transfer, first + position, duration[transfer])
+            open_posts: list[int] = []
+            for node, action in zip(nodes, row, strict=True):
+                kind = action.kind
+                if open_posts and kind in waits_before:
+                    due, open_posts = mode.due(open_posts)
+                    for transfer in due:
+                        successors[transfer].append((node, duration[transfer]))
+                if kind in awaited:
+                    open_posts.append(transfer_of[node])
 
     def _add_data(self) -> None:
         """Add what actions wait for by the rules, without edges that their rank's order implies."""
-        rules = Rules.of(self.problem)
+        rows: dict[Step, list[Dependency]] = {}
+        for dependency in dependencies(self.problem, messages=self._explicit):
+            rows.setdefault(dependency.after, []).append(dependency)
         needs: dict[Key, list[_Need]] = {}
         successors, duration = self.successors, self.duration
         for nodes, row in zip(self.node_of, self.schedule.order, strict=True):
@@ -272,7 +278,7 @@ class EventGraph:
             for node, action in zip(nodes, row, strict=True):
                 key, microbatch = (action.kind, action.stage, action.peer), action.microbatch
                 if key not in needs:
-                    needs[key] = list(self._needs(action, rules))
+                    needs[key] = list(self._needs(action, rows.get(unfused(action), ())))
                 for producers, kind, stage, lag, sends, receives in needs[key]:
                     before = producers.get(microbatch)
                     if before is None:
@@ -290,39 +296,35 @@ class EventGraph:
                     if not first <= receive < node:
                         successors[receive].append((node, 0))
 
-    def _needs(self, action: Action, rules: Rules) -> Iterator[_Need]:
-        """Yield what the actions of this one's kind and stage wait for by `zbcompile.schedule.rules`."""
+    def _needs(self, action: Action, waits: Sequence[Dependency]) -> Iterator[_Need]:
+        """Yield what the actions of this one's kind and stage wait for, from their rows of the rules."""
         positions, rank_of = self.positions, self.problem.placement.rank_of
-        kind, stage = action.kind, action.stage
-        if kind.is_recv:
+        if action.kind.is_recv:  # it waits for its message through the transfer
             return
-        if kind is Kind.SEND_F:
-            yield _Need(positions.of(Kind.FORWARD, stage), Kind.FORWARD, stage)
+        if action.kind.is_send:
+            kind = SENT_BY[action.kind]
+            yield _Need(positions.made(kind, action.stage), kind, action.stage)
             return
-        if kind is Kind.SEND_B:
-            yield _Need(positions.gradients(stage), Kind.BACKWARD_INPUT, stage)
-            return
-        for before, lag in predecessors(action, rules, frozenset()):
-            handed_on = before.kind is Kind.BACKWARD_INPUT and kind is not Kind.BACKWARD_WEIGHT
-            made_by = (
-                positions.gradients(before.stage) if handed_on else positions.of(before.kind, before.stage)
-            )
-            if rank_of[before.stage] == rank_of[stage]:
-                yield _Need(made_by, before.kind, before.stage, lag)
+        for before, _, lag, reason in waits:
+            if reason == "receive":
+                assert before.peer is not None
+                message = Message(before.kind is Kind.RECV_B, before.peer, before.stage, 0)
+                kind, stage = SENT_BY[message.send.kind], before.peer
+                sends, receives = (
+                    positions.of(a.kind, a.stage, a.peer) for a in (message.send, message.recv)
+                )
+                yield _Need(positions.made(kind, stage), kind, stage, 0, sends, receives)
                 continue
-            if not self._explicit:
-                if self.problem.sends.holds_rank:
-                    raise UsageError(
-                        "an order without sends and receives has no times under this send mode",
-                        needed="a send mode that holds no rank",
-                        given=self.problem.transport,
-                        fix="put them in with zbcompile.schedule.communication.lowered",
-                    )
-                yield _Need(made_by, before.kind, before.stage, lag)
-                continue
-            message = Message(kind is not Kind.FORWARD, before.stage, stage, 0)
-            sends, receives = (positions.of(a.kind, a.stage, a.peer) for a in (message.send, message.recv))
-            yield _Need(made_by, before.kind, before.stage, 0, sends, receives)
+            if rank_of[before.stage] != rank_of[action.stage] and self.problem.sends.holds_rank:
+                raise UsageError(
+                    "an order without sends and receives has no times under this send mode",
+                    needed="a send mode that holds no rank",
+                    given=self.problem.transport,
+                    fix="put them in with zbcompile.schedule.communication.lowered",
+                )
+            own = reason == "own stage"
+            made_by = (positions.of if own else positions.made)(before.kind, before.stage)
+            yield _Need(made_by, before.kind, before.stage, lag)
 
     def _order(self) -> list[int]:
         """Return the nodes in topological order; fewer than there are when the graph has a cycle.

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from zbcompile.schedule.costs import StageCost
+from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Kind, Schedule
 from zbcompile.schedule.problem import Problem
 
@@ -138,13 +139,8 @@ class Memory:
 
     @staticmethod
     def of(problem: Problem) -> Memory:
-        """Collect the tables of a problem."""
-        stages = problem.profile.stages
-        return Memory._of(
-            tuple(s.saved_bytes for s in stages),
-            tuple(s.saved_for_weight_bytes for s in stages),
-            tuple(map(uses_of, stages)),
-        )
+        """Collect the tables of a problem, once per profile."""
+        return _memory_of(problem.profile)
 
     @staticmethod
     def of_bytes(saved: Sequence[int], pending: Sequence[int]) -> Memory:
@@ -161,6 +157,13 @@ class Memory:
             tuple(tuple(use.change for use in row) for row in kinds),
             tuple(tuple(use.peak for use in row) for row in kinds),
         )
+
+
+@lru_cache(maxsize=4)
+def _memory_of(profile: Profile) -> Memory:
+    stages = profile.stages
+    saved, pending = (s.saved_bytes for s in stages), (s.saved_for_weight_bytes for s in stages)
+    return Memory._of(tuple(saved), tuple(pending), tuple(map(uses_of, stages)))
 
 
 _COMPUTE = tuple(kind for kind in Kind if kind.is_compute)

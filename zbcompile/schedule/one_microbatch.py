@@ -13,10 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zbcompile.schedule.ir import Kind
 from zbcompile.schedule.memory import Memory
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.rules import COMPUTE_KINDS, Rules
 
 __all__ = ["MOST_STATES", "Fit", "OneMicrobatch", "Step"]
+
+_FORWARD, _BACKWARD = map(COMPUTE_KINDS.index, (Kind.FORWARD, Kind.BACKWARD_INPUT))
 
 Step = tuple[bool, int]
 """Whether it is a backward, and the stage."""
@@ -59,51 +63,32 @@ class OneMicrobatch:
     change, peak
         Per step, bytes held after it and most bytes held while it runs, less those held before it. The F of
         stage s is step s, its backward step S + s.
-    forward_from, backward_from
-        Per stage, the stages whose F its F, or whose backward its backward, waits for.
+    before
+        Per step, the steps that it waits for.
     """
 
     rank_of: tuple[int, ...]
     change: tuple[int, ...]
     peak: tuple[int, ...]
-    forward_from: tuple[tuple[int, ...], ...]
-    backward_from: tuple[tuple[int, ...], ...]
+    before: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def of(problem: Problem, *, fusing: bool = True) -> OneMicrobatch:
         """Collect them from a problem; ``fusing``: whether backwards may be fused."""
-        stages = range(problem.num_stages)
-        forward: list[list[int]] = [[] for _ in stages]
-        backward: list[list[int]] = [[] for _ in stages]
-        for edge in problem.profile.edges:
-            forward[edge.target].append(edge.source)
-            if edge.has_gradient:
-                backward[edge.source].append(edge.target)
-        return OneMicrobatch.under(
-            Memory.of(problem),
-            problem.placement.rank_of,
-            tuple(map(tuple, forward)),
-            tuple(map(tuple, backward)),
-            fusing=fusing,
-        )
+        rank_of = problem.placement.rank_of
+        return OneMicrobatch.under(Memory.of(problem), Rules.of(problem), rank_of, fusing=fusing)
 
     @staticmethod
-    def under(
-        memory: Memory,
-        rank_of: tuple[int, ...],
-        forward_from: tuple[tuple[int, ...], ...],
-        backward_from: tuple[tuple[int, ...], ...],
-        *,
-        fusing: bool,
-    ) -> OneMicrobatch:
-        """Take them as they are, with the steps' bytes from the rule for memory."""
+    def under(memory: Memory, rules: Rules, rank_of: tuple[int, ...], *, fusing: bool) -> OneMicrobatch:
+        """Take the steps' bytes from the rule for memory, and what they wait for from the rules."""
+        count = len(rank_of)
         backward = [uses.backward(fusing=fusing) for uses in memory.uses]
+        waits = (*rules.waits[_FORWARD], *rules.waits[_BACKWARD])
         return OneMicrobatch(
             rank_of,
             (*(uses.forward.change for uses in memory.uses), *(change for change, _ in backward)),
             (*(uses.forward.peak for uses in memory.uses), *(peak for _, peak in backward)),
-            forward_from,
-            backward_from,
+            tuple(tuple(w.stage + count * (w.kind == _BACKWARD) for w in row) for row in waits),
         )
 
     @property
@@ -157,13 +142,10 @@ class OneMicrobatch:
         """
         count = len(self.rank_of)
         before = [0] * (2 * count)
-        for s in range(count):
-            for source in self.forward_from[s]:
-                before[s] |= before[source] | 1 << source
-        for s in range(count - 1, -1, -1):
-            before[count + s] = before[s] | 1 << s
-            for target in self.backward_from[s]:
-                before[count + s] |= before[count + target] | 1 << count + target
+        for backward, s in self.forwards_first():
+            step = s + count * backward
+            for earlier in self.before[step]:
+                before[step] |= before[earlier] | 1 << earlier
         own = [s for s in range(count) if self.rank_of[s] == rank]
         whole = sum(self.change[s] for s in own)
         most = max(self.alone(s) for s in own)
@@ -233,16 +215,10 @@ class _Search:
         self.only_frees = not any(one.peak[count:])
         self.waits = [0] * (2 * count)
         self.after: list[list[int]] = [[] for _ in range(2 * count)]
-        for s in range(count):
-            for source in one.forward_from[s]:
-                self._wait(s, source)
-            self._wait(count + s, s)
-            for target in one.backward_from[s]:
-                self._wait(count + s, count + target)
-
-    def _wait(self, node: int, before: int) -> None:
-        self.waits[node] |= 1 << before
-        self.after[before].append(node)
+        for node, steps in enumerate(one.before):
+            for before in steps:
+                self.waits[node] |= 1 << before
+                self.after[before].append(node)
 
     def _fits(self, node: int, held: Sequence[int]) -> bool:
         """Return whether a step fits, and note what it lacks on the watched rank."""

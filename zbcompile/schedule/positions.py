@@ -56,6 +56,10 @@ class Positions:
         fused, split = self.of(Kind.FULL_BACKWARD, stage), self.of(Kind.BACKWARD_INPUT, stage)
         return {**split, **fused} if fused else split
 
+    def made(self, kind: Kind, stage: int) -> Mapping[int, int]:
+        """Return microbatch -> number of the action that makes what an F or a B of a stage hands on."""
+        return self.gradients(stage) if kind is Kind.BACKWARD_INPUT else self.of(kind, stage)
+
     def number(self, action: Action) -> int | None:
         """Return the number of an action, or None when it is missing."""
         return self.of(action.kind, action.stage, action.peer).get(action.microbatch)

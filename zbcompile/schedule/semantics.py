@@ -15,11 +15,10 @@ any decides which bounds, proofs and searches serve. A mode is data: a new one i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from zbcompile.errors import UsageError
-from zbcompile.schedule.ir import Action, Kind
+from zbcompile.schedule.ir import Kind
 
 __all__ = ["ASYNC", "BATCHED", "RECEIVE_DEPTH", "RENDEZVOUS", "SEND_MODES", "SendMode", "send_mode"]
 
@@ -92,34 +91,17 @@ class SendMode:
         """
         return not self.under_way and self.awaited >= _SENDS and self.waits_before >= _COMPUTE
 
-    def due(self, kind: Kind, open_posts: int) -> int:
-        """Return for how many of its open posts, oldest first, a rank waits before an action of a kind.
+    def due(self, open_posts: list[int]) -> tuple[list[int], list[int]]:
+        """Return which of its open posts a rank waits for where it waits, and which stay open.
 
         Parameters
         ----------
         open_posts
-            Posts of awaited kinds that the rank has not waited for.
+            The posts of awaited kinds that the rank has not waited for, oldest first.
         """
-        return max(0, open_posts - self.under_way) if kind in self.waits_before else 0
-
-    def settles(self, row: Sequence[Action]) -> Iterator[tuple[int, list[int]]]:
-        """Yield where a rank waits, and for what.
-
-        Yields
-        ------
-        tuple of int and list of int
-            The position of the action before which the rank waits, and those of the sends and receives that
-            must have arrived; the length of the row for what is due at its end.
-        """
-        open_posts: list[int] = []
-        for position, action in enumerate(row):
-            if open_posts and (count := self.due(action.kind, len(open_posts))):
-                yield position, open_posts[:count]
-                del open_posts[:count]
-            if action.kind in self.awaited:
-                open_posts.append(position)
-        if len(open_posts) > self.under_way:
-            yield len(row), open_posts[: len(open_posts) - self.under_way]
+        if not self.under_way:
+            return open_posts, []
+        return open_posts[: -self.under_way], open_posts[-self.under_way :]
 
 
 ASYNC = SendMode("async", "never holds up its rank")

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.model_zoo import PLAIN, gpt2, labelled
-from tests.support.places import ROOT
 from tests.support.split_cases import TRAITS, Stack, mse, vectors
 from zbcompile.errors import CaptureError, UsageError
 from zbcompile.passes.capture.capture import capture
@@ -194,18 +193,6 @@ def test_unknown_objects_in_results_say_that_they_are_not_carried() -> None:
     assert isinstance(back["cache"], NotCarried)
     with pytest.raises(UsageError, match="Cache is not carried"):
         _ = back["cache"].keys
-
-
-def test_private_torch_names_live_in_two_files() -> None:
-    import re
-
-    folder = ROOT / "passes"
-    private = re.compile(r"\btorch(\.\w+)*\._[a-z]|\._schema\b|\._cdata\b|\._buffers\b|\._parameters\b")
-    for file in sorted(folder.rglob("*.py")):
-        if file.name not in ("torch_private.py", "torch_patches.py"):
-            lines = [line for line in file.read_text().splitlines() if '"' not in line]
-            found = [line.strip() for line in lines if private.search(line)]
-            assert not found, (file.name, found)
 
 
 def test_an_interrupt_waits_for_the_end_of_the_trace() -> None:

@@ -11,9 +11,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.kinds_zoo import KINDS, SIZE
+from tests.support.model_zoo import PLAIN, TRANSFORMERS
 from zbcompile.compiler.stages import build_stages
 from zbcompile.errors import UsageError
-from zbcompile.passes.op_costs import count_graph, graph_ns
+from zbcompile.passes.aliasing import StorageGroups
+from zbcompile.passes.capture.capture import capture
+from zbcompile.passes.op_costs import OpCount, count_graph, graph_ns, nominal_device, op_ns
+from zbcompile.passes.partition.call_costs import call_counts
 from zbcompile.passes.profile.calibration import calibration_report
 from zbcompile.passes.profile.counted import counted_profile
 from zbcompile.passes.profile.cpu_rates import measure_cpu
@@ -53,6 +57,44 @@ def test_matrix_flops_equal_those_of_torchs_counter() -> None:
     counts = count_graph(_graph(work, *args))
     matrix = [c for c in counts if any(n in c.target for n in ("mm", "conv"))]
     assert sum(c.flops for c in matrix) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "name", ["CNN with BatchNorm", "U-Net", "LoRA", "first layers frozen", "tied table, frozen", "gpt2", "t5"]
+)
+def test_the_cut_counts_the_products_of_a_training_step(name: str) -> None:
+    """Forward and backward, call by call before anything is differentiated, against torch's counter."""
+    case = {**PLAIN, **TRANSFORMERS}[name]
+    torch.manual_seed(0)
+    model = case.build().train(case.train)
+    args, kwargs, target = case.batch()
+    captured = capture(model, args, kwargs, target=target, loss_fn=case.loss)
+    counts = call_counts(captured, StorageGroups(captured.module.graph)).values()
+    operators = [one for count in counts for one in (*count.forward, *count.full_backward)]
+    with FlopCounterMode(display=False) as counter:
+        output = model(*args, **kwargs)
+        loss = output.loss if case.loss is None else case.loss(output, target)
+        loss.backward()
+    products = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    wanted = sum(flops for op, flops in products.items() if "mm" in op or "conv" in op)
+    assert wanted > 0
+    assert sum(one.flops for one in operators if "mm" in one.target or "conv" in one.target) == wanted
+
+
+def test_what_stands_for_a_device_has_a_rate_for_every_dtype() -> None:
+    for device in (nominal_device(torch.device("cpu")), nominal_device(torch.device("cuda"))):
+        for dtype in (torch.complex128, torch.uint16, torch.bool, torch.float8_e5m2, torch.float8_e8m0fnu):
+            assert device.peak(str(dtype).removeprefix("torch.")) > 0
+
+
+def test_more_work_takes_no_less_time() -> None:
+    for device in DEVICES.values():
+        for dtype in ("float32", "bfloat16"):
+            times = [
+                op_ns(OpCount("", n * n * n, n * n, dtype, "tanh", n), device) for n in range(0, 9000, 300)
+            ]
+            assert times == sorted(times)
+            assert times[0] == device.launch_ns < times[-1]
 
 
 def test_attention_counts_two_products() -> None:

@@ -167,10 +167,10 @@ class Slow:
 def test_rounds_equal_a_slow_scheduler(seed: int) -> None:
     rng = random.Random(seed)
     instance = Instance.of(looped_problem(rng))
-    rounds = Rounds(instance)
+    compiled, plain = Rounds(instance), Rounds(instance, list)
     for _ in range(3):
         setting = random_setting(instance, rng)
-        assert rounds.order(setting) == Slow(instance, setting).run()
+        assert compiled.order(setting) == plain.order(setting) == Slow(instance, setting).run()
 
 
 @settings(max_examples=60, deadline=None)

@@ -58,7 +58,7 @@ def _numba() -> Any:
             text = f"the search runs in plain Python, about 25 times slower, since numba is missing: {error}"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
             return None
-        return None if numba.config.DISABLE_JIT else numba
+        return None if getattr(numba.config, "DISABLE_JIT", False) else numba
 
     with _LOCK:
         return _timed(load)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zbcompile.planner.core.compiled import Vector, jit, vector
 from zbcompile.planner.core.instance import Codes, Instance
-from zbcompile.planner.core.tables import Tables, Vector, jit, unpack, vector
+from zbcompile.planner.core.tables import Tables, unpack
 
 __all__ = ["Dispatcher", "dispatch_pays"]
 

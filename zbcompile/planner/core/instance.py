@@ -11,7 +11,7 @@ from zbcompile.errors import UsageError
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.memory import Memory
 from zbcompile.schedule.problem import Problem
-from zbcompile.schedule.rules import Rules, durations
+from zbcompile.schedule.rules import COMPUTE_KINDS, Rules, durations
 
 __all__ = [
     "BW",
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 F, B, W, BW = 0, 1, 2, 3
-KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
+KINDS = COMPUTE_KINDS
 
 Codes = list[list[tuple[int, int]]]
 """An order as (kind, stage) pairs per rank; the microbatch is how often the pair came before."""
@@ -74,9 +74,8 @@ class Instance:
         What actions take and give back.
     headroom
         Bytes per rank for activations: the cap minus the static bytes, never ``None``.
-    forward_from, backward_from
-        Per stage, as (stage, travel time in ns), what its F or B waits for
-        (`zbcompile.schedule.rules.Rules`).
+    rules
+        What actions wait for.
     objective
         ``span`` or ``makespan``.
     """
@@ -90,14 +89,21 @@ class Instance:
     fused: tuple[int, ...]
     memory: Memory
     headroom: tuple[int, ...]
-    forward_from: tuple[tuple[tuple[int, int], ...], ...]
-    backward_from: tuple[tuple[tuple[int, int], ...], ...]
+    rules: Rules
     objective: str
 
     @staticmethod
     def of(problem: Problem) -> Instance:
         """Flatten a problem. A rank without a cap gets the bytes that all of its work could hold at once."""
-        times, rules, memory = durations(problem), Rules.of(problem), Memory.of(problem)
+        return Instance.under(problem, Rules.of(problem))
+
+    @staticmethod
+    def under(problem: Problem, rules: Rules) -> Instance:
+        """Flatten a problem with the rules that were read from its dependency graph.
+
+        `Instance.of` reads the same rules from the walk that makes the graph.
+        """
+        times, memory = durations(problem), Memory.of(problem)
         stages_of = tuple(problem.placement.stages_of(r) for r in range(problem.num_ranks))
         headroom = []
         for rank, held in enumerate(stages_of):
@@ -114,8 +120,7 @@ class Instance:
             times[Kind.FULL_BACKWARD],
             memory,
             tuple(headroom),
-            rules.forward_from,
-            rules.backward_from,
+            rules,
             problem.objective,
         )
 
@@ -140,6 +145,16 @@ class Instance:
     def pending(self) -> tuple[int, ...]:
         """M_W of every stage in bytes, for proofs; searches ask ``memory``."""
         return self.memory.pending
+
+    @property
+    def forward_from(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per stage, as (stage, travel time in ns), what its F waits for of other stages."""
+        return self.rules.forward_from
+
+    @property
+    def backward_from(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per stage, as (stage, travel time in ns), what its B or BW waits for of other stages."""
+        return self.rules.backward_from
 
     @property
     def num_stages(self) -> int:

@@ -5,7 +5,8 @@ Plain loops over flat arrays that numba compiles where it is installed (`zbcompi
 
 from __future__ import annotations
 
-from zbcompile.planner.core.tables import Tables, Vector, jit
+from zbcompile.planner.core.compiled import Vector, jit
+from zbcompile.planner.core.tables import Tables
 
 __all__ = ["evaluate_line", "gaps_at", "scratch_size", "stays_legal"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zbcompile.planner.core.instance import B, Codes, F, Instance, Op
+from zbcompile.planner.core.instance import Codes, Instance, Op
 
 __all__ = ["latest_starts"]
 
@@ -64,8 +64,4 @@ def latest_starts(instance: Instance, codes: Codes) -> dict[Op, int]:
 def _waits(instance: Instance, op: Op) -> list[tuple[Op, int]]:
     """Return what an action waits for, with the travel times: (action, lag in ns)."""
     kind, s, i = op
-    if kind == F:
-        return [((F, other, i), lag) for other, lag in instance.forward_from[s]]
-    if kind == B:
-        return [((F, s, i), 0), *(((B, other, i), lag) for other, lag in instance.backward_from[s])]
-    return [((B, s, i), 0)]
+    return [((before, other, i), lag) for before, other, lag in instance.rules.waits[kind][s]]

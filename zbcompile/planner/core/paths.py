@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from zbcompile.planner.core.instance import Instance, is_path
+from zbcompile.schedule.dependency_graph import step_graph
 
 __all__ = ["NO_PATH", "Paths"]
 
@@ -108,31 +109,30 @@ class _AllPaths(Paths):
 
     @staticmethod
     def between(instance: Instance) -> _AllPaths:
-        """Find all pairs, by one pass per node over the topological order F(0..S-1), B(S-1..0)."""
+        """Find all pairs, by one pass per node over the dependency graph in topological order."""
+        import networkx as nx  # here, and not above: a plain chain needs no graph
+
         count = instance.num_stages
-        arcs: list[list[tuple[int, int]]] = [[] for _ in range(2 * count)]
-        for stage in range(count):
-            arcs[stage].append((count + stage, instance.forward[stage]))
-            for source, lag in instance.forward_from[stage]:
-                arcs[source].append((stage, instance.forward[source] + lag))
-            for target, lag in instance.backward_from[stage]:
-                arcs[count + target].append((count + stage, instance.backward[target] + lag))
-        topological = [*range(count), *range(2 * count - 1, count - 1, -1)]
+        graph = step_graph(instance.rules, (instance.forward, instance.backward, instance.weight))
+        number = {node: k * count + s for node in graph for k, s in (node,)}
+        order = [number[node] for node in nx.topological_sort(graph)]
+        arcs: list[list[tuple[int, int]]] = [[] for _ in order]
+        for before, after, least in graph.edges(data="least_ns"):
+            arcs[number[before]].append((number[after], least))
+        inner = [node for node in order if node < 2 * count]
+        inner_arcs = [[arc for arc in row if arc[0] < 2 * count] for row in arcs]
         longest: list[tuple[int, ...]] = [()] * (2 * count)
-        for position, node in enumerate(topological):
+        for position, node in enumerate(inner):
             far = [NO_PATH] * (2 * count)
             far[node] = 0
-            for here in topological[position:]:
+            for here in inner[position:]:
                 if far[here] != NO_PATH:
-                    for there, length in arcs[here]:
+                    for there, length in inner_arcs[here]:
                         far[there] = max(far[there], far[here] + length)
             longest[node] = tuple(far)
-        ends = [
-            *instance.forward,
-            *(b + w for b, w in zip(instance.backward, instance.weight, strict=True)),
-        ]
-        head, tail = _heads(arcs, topological), _tails(arcs, topological, ends)
-        return _AllPaths(count, head, tail, tuple(longest))
+        ends = (*instance.forward, *instance.backward, *instance.weight)
+        head, tail = _heads(arcs, order), _tails(arcs, order, ends)
+        return _AllPaths(count, head[: 2 * count], tail[: 2 * count], tuple(longest))
 
     def f_to_f(self, a: int, b: int) -> int:
         return self.longest[a][b]

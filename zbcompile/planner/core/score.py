@@ -29,7 +29,7 @@ def evaluate(instance: Instance, codes: Codes) -> tuple[int, int] | None:
     walked backwards, which starts every rank's first action as late as the ends allow.
     """
     times = (instance.forward, instance.backward, instance.weight, instance.fused)
-    m, p = instance.num_microbatches, instance.num_ranks
+    m, p, waits = instance.num_microbatches, instance.num_ranks, instance.rules.waits
     ends = [[[-1] * m for _ in range(instance.num_stages)] for _ in (F, B)]
     counts = [[0] * instance.num_stages for _ in (F, B)]
     position, clock = [0] * p, [0] * p
@@ -49,13 +49,13 @@ def evaluate(instance: Instance, codes: Codes) -> tuple[int, int] | None:
                     i = counts[side][s]
                     start = now
                     blocked = False
-                    for other, lag in (instance.forward_from if side == F else instance.backward_from)[s]:
-                        end = ends[side][other][i]
+                    for before, other, lag in waits[side][s]:
+                        end = ends[before][other][i]
                         if end < 0:
                             blocked = True
                             break
                         start = max(start, end + lag)
-                    if blocked or (side == B and ends[F][s][i] < 0):
+                    if blocked:
                         break
                     now = start + times[kind][s]
                     ends[side][s][i] = now
@@ -77,9 +77,9 @@ def evaluate(instance: Instance, codes: Codes) -> tuple[int, int] | None:
         side = F if kind == F else B
         start = min(late[rank], limit[side].get((s, i), late[rank])) - times[kind][s]
         late[rank] = start
-        for other, lag in (instance.forward_from if side == F else instance.backward_from)[s]:
+        for before, other, lag in waits[side][s]:
             key = (other, i)
-            limit[side][key] = min(limit[side].get(key, start - lag), start - lag)
+            limit[before][key] = min(limit[before].get(key, start - lag), start - lag)
     span = max(end - first for end, first in zip(clock, late, strict=True))
     return span, max(clock)
 

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from zbcompile.planner.core.compiled import MakeVector, Vector, can_compile, vector
 from zbcompile.planner.core.instance import Codes, Instance
 from zbcompile.planner.core.kernel import evaluate_line, gaps_at, scratch_size, stays_legal
 from zbcompile.planner.core.score import value_of
-from zbcompile.planner.core.tables import HAVE_NUMBA, Tables, Vector, pack, vector
+from zbcompile.planner.core.tables import Tables, pack
 from zbcompile.planner.core.times import Clock
 from zbcompile.schedule.problem import Problem
 
 __all__ = ["Score", "Scored", "Scorer", "fast_value"]
 
 _MOST_SCORE = 1 << 63
+
+_SHORT = 600
+"""Actions up to which hundreds of values take less in plain Python than numba takes to be imported."""
 
 Score = tuple[int, int]
 """(objective in ns, tie-breaking score). The second is 100 p times the first plus the sum over the ranks."""
@@ -34,9 +38,9 @@ def fast_value(problem: Problem) -> Callable[[Codes], int | None]:
         return Clock.of(problem).value
     instance = Instance.of(problem)
     work = sum(instance.forward) + sum(instance.backward) + sum(instance.weight) + sum(instance.fused)
-    travel = sum(lag for row in (*instance.forward_from, *instance.backward_from) for _, lag in row)
-    longest = instance.num_microbatches * (work + travel)
-    if not HAVE_NUMBA or 101 * instance.num_ranks * longest >= _MOST_SCORE:
+    longest = instance.num_microbatches * (work + sum(instance.rules.lags))
+    actions = 3 * instance.num_stages * instance.num_microbatches
+    if actions <= _SHORT or not can_compile() or 101 * instance.num_ranks * longest >= _MOST_SCORE:
         return lambda codes: value_of(instance, codes)
     scorer = Scorer(instance)
 
@@ -52,25 +56,32 @@ class Scorer:
 
     Its buffers are reused from call to call, so each thread needs a scorer of its own.
 
-    Attributes
+    Parameters
     ----------
     instance
         The problem.
+    vector
+        Makes the buffers; with ``list`` nothing is compiled.
+
+    Attributes
+    ----------
+    instance, vector
+        The same.
     tables
         The problem as flat arrays.
     ends, limits, counts
         Buffers of the kernels (`zbcompile.planner.core.kernel`).
     """
 
-    def __init__(self, instance: Instance) -> None:
-        self.instance, self.tables = instance, Tables.of(instance)
+    def __init__(self, instance: Instance, vector: MakeVector = vector) -> None:
+        self.instance, self.tables, self.vector = instance, Tables.of(instance, vector), vector
         slots = 2 * instance.num_stages * instance.num_microbatches
         self.ends, self.limits = vector([0] * slots), vector([0] * slots)
         self.counts = vector([0] * (4 * instance.num_stages))
 
     def score(self, codes: Codes) -> Score | None:
         """Return the score of an order, or ``None`` if it is not legal, does not fit or deadlocks."""
-        return self.score_line(*pack(self.instance, codes))
+        return self.score_line(*pack(self.instance, codes, self.vector))
 
     def score_line(self, offsets: Vector, line: Vector) -> Score | None:
         """Return the same for codes in a row, as `pack` makes them."""
@@ -82,10 +93,10 @@ class Scorer:
 
     def gaps(self, codes: Codes) -> list[int]:
         """Return per action, rank by rank, how long its rank waits before it for a message, in ns."""
-        offsets, line = pack(self.instance, codes)
+        offsets, line = pack(self.instance, codes, self.vector)
         return [int(gap) for gap in self.evaluate(offsets, line)[1][gaps_at(self.tables, len(line)) :]]
 
     def evaluate(self, offsets: Vector, line: Vector) -> tuple[int, Vector]:
         """Return the tie-breaking score (-1 on deadlock) and the scratch of `evaluate_line`."""
-        scratch = vector([0] * scratch_size(self.tables, len(line)))
+        scratch = self.vector([0] * scratch_size(self.tables, len(line)))
         return int(evaluate_line(self.tables, offsets, line, scratch, self.ends, self.limits)), scratch

@@ -1,46 +1,16 @@
-"""A problem as flat arrays for the kernels: NumPy arrays with numba, lists without it.
-
-numba is an optional extra (``pip install zbcompile[fast]``). The kernels use whole numbers, table look-ups
-and IEEE multiplications alone, so both ways give the same results.
-"""
+"""A problem as flat arrays for the kernels: NumPy arrays where numba compiles them, lists elsewhere."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from zbcompile.planner.core.compiled import MakeVector, Vector, vector
 from zbcompile.planner.core.instance import Codes, Instance
 
-__all__ = ["HAVE_NUMBA", "Tables", "jit", "pack", "unpack", "vector"]
-
-try:
-    import numba
-    import numpy
-
-    HAVE_NUMBA = not getattr(numba.config, "DISABLE_JIT", False)
-except ImportError:
-    HAVE_NUMBA = False
-
-Vector = Any
-"""An int64 array or a list of ints."""
-
-
-def jit(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function with numba where it is installed; else return it as it is."""
-    if HAVE_NUMBA:
-        compiled: Callable[..., Any] = numba.njit(cache=True, nogil=True)(function)
-        return compiled
-    return function
-
-
-def vector(values: Sequence[int] | Sequence[float]) -> Vector:
-    """Return the numbers given as the kernels want them."""
-    if HAVE_NUMBA:
-        kind = numpy.float64 if values and isinstance(values[0], float) else numpy.int64
-        return numpy.array(values, dtype=kind)
-    return list(values)
+__all__ = ["EXPONENTIAL", "Tables", "pack", "unpack"]
 
 
 class Tables(NamedTuple):
@@ -92,13 +62,13 @@ class Tables(NamedTuple):
     after_backward: Vector
 
     @staticmethod
-    def of(instance: Instance) -> Tables:
-        """Flatten a problem."""
-        forward_at, forward = _ragged([[pair[0] for pair in row] for row in instance.forward_from])
-        backward_at, backward = _ragged([[pair[0] for pair in row] for row in instance.backward_from])
-        own_at, own = _ragged(instance.stages_of)
-        after_f_at, after_f = _ragged(_targets(instance, instance.forward_from))
-        after_b_at, after_b = _ragged(_targets(instance, instance.backward_from))
+    def of(instance: Instance, vector: MakeVector = vector) -> Tables:
+        """Flatten a problem; with ``vector=list`` for kernels in plain Python."""
+        forward_at, forward = _ragged([[pair[0] for pair in row] for row in instance.forward_from], vector)
+        backward_at, backward = _ragged([[pair[0] for pair in row] for row in instance.backward_from], vector)
+        own_at, own = _ragged(instance.stages_of, vector)
+        after_f_at, after_f = _ragged(_targets(instance, instance.forward_from), vector)
+        after_b_at, after_b = _ragged(_targets(instance, instance.backward_from), vector)
         return Tables(
             instance.num_stages,
             instance.num_ranks,
@@ -124,7 +94,7 @@ class Tables(NamedTuple):
         )
 
 
-def _ragged(rows: Sequence[Sequence[int]]) -> tuple[Vector, Vector]:
+def _ragged(rows: Sequence[Sequence[int]], vector: MakeVector) -> tuple[Vector, Vector]:
     """Return rows of different lengths as (begin of each row, all elements)."""
     return vector([0, *accumulate(map(len, rows))]), vector([x for row in rows for x in row])
 
@@ -138,10 +108,10 @@ def _targets(instance: Instance, waits: Sequence[Sequence[tuple[int, int]]]) -> 
     return targets
 
 
-def pack(instance: Instance, codes: Codes) -> tuple[Vector, Vector]:
+def pack(instance: Instance, codes: Codes, vector: MakeVector = vector) -> tuple[Vector, Vector]:
     """Return an order as (begin of each rank, all codes in a row)."""
     count = instance.num_stages
-    return _ragged([[kind * count + s for kind, s in row] for row in codes])
+    return _ragged([[kind * count + s for kind, s in row] for row in codes], vector)
 
 
 def unpack(instance: Instance, offsets: Vector, line: Vector) -> Codes:

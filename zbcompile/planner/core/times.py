@@ -15,6 +15,7 @@ from zbcompile.planner.core.instance import KINDS, Codes, F, Instance, W
 from zbcompile.schedule.communication import post_slots
 from zbcompile.schedule.ir import Kind
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.rules import dependencies
 
 __all__ = ["Clock"]
 
@@ -57,17 +58,14 @@ class Clock:
         instance, rank_of = Instance.of(problem), problem.placement.rank_of
         out: list[list[list[_Out]]] = [[[] for _ in rank_of] for _ in range(2)]
         local: list[list[list[int]]] = [[[] for _ in rank_of] for _ in range(2)]
-        for edge in problem.profile.edges:
-            ways = [(0, edge.source, edge.target)]
-            if edge.has_gradient:
-                ways.append((1, edge.target, edge.source))
-            for side, source, target in ways:
-                if rank_of[source] == rank_of[target]:
-                    local[side][target].append(source)
-                    continue
-                lag = problem.lag_ns(edge, backward=side == 1)
+        for before, after, lag, reason in dependencies(problem, messages=True):
+            source, target = before.stage, after.stage
+            if reason == "message":
                 link = problem.profile.link_between(rank_of[source], rank_of[target])
-                out[side][source].append((target, rank_of[target], lag, lag - link.latency_ns))
+                sent = (target, rank_of[target], lag, lag - link.latency_ns)
+                out[_SENDS.index(before.kind)][source].append(sent)
+            elif reason in ("activation", "gradient"):
+                local[KINDS.index(before.kind)][target].append(source)
         return Clock(
             problem,
             instance,
@@ -114,6 +112,7 @@ class _Run:
     def __init__(self, clock: Clock, codes: Codes, times: Times) -> None:
         self.clock, self.codes, self.times = clock, codes, times
         self.mode = clock.problem.sends
+        self.queued = self.mode.holds_rank
         self.base, total = [], 0
         for row in codes:
             self.base.append(total)
@@ -197,17 +196,16 @@ class _Run:
 
     def _try_transfer(self, message: int) -> None:
         """Begin a transfer once both sides are there and the one before has left the channel."""
-        queued = self.mode.holds_rank
         while message >= 0 and self.begin[message] < 0:
             before = self.before[message]
             if self.sent_at[message] < 0 or self.posted_at[message] < 0:
                 return
-            if queued and before >= 0 and self.begin[before] < 0:
+            if self.queued and before >= 0 and self.begin[before] < 0:
                 return
             begin, node = max(self.sent_at[message], self.posted_at[message]), self.total + message
             for source, weight in (*self.sent_by[message], *self.posted_by[message]):
                 self.edges.append((source, node, weight))
-            if queued and before >= 0:
+            if self.queued and before >= 0:
                 begin = max(begin, self.begin[before] + self.taken[before])
                 self.edges.append((self.total + before, node, self.taken[before]))
             self.begin[message] = begin
@@ -221,6 +219,7 @@ class _Run:
         self.queue: deque[int] = deque(range(ranks))
         self.end = [0] * ranks
         self.left = self.total
+        self.open: list[list[int]] = [[] for _ in self.codes]
         progress = [self._rank(rank) for rank in range(ranks)]
         while self.queue:
             rank = self.queue.popleft()
@@ -231,22 +230,17 @@ class _Run:
 
     def _rank(self, rank: int) -> Generator[int, None, None]:
         """Walk along one rank's order; yield the message that it waits for."""
-        now, needs, row, posts, sends = (
-            0,
-            self.needs[rank],
-            self.codes[rank],
-            self.posts[rank],
-            self.sends[rank],
-        )
+        row, needs = self.codes[rank], self.needs[rank]
+        posts, sends = self.posts[rank], self.sends[rank]
         before: _Waits = ()
-        open_posts: list[int] = []
+        now = 0
         for k, length in enumerate(self.times[rank]):
             node = self.base[rank] + k
             sent, posted = sends[k - 1] if k else (), posts.get(k, ())
             if sent or posted:
-                now, before = yield from self._communicate(sent, posted, now, before, open_posts)
-            if open_posts:
-                now, before = yield from self._settle(KINDS[row[k][0]], now, before, open_posts)
+                now, before = yield from self._communicate(rank, sent, posted, now, before)
+            if self.open[rank] and KINDS[row[k][0]] in self.mode.waits_before:
+                now, before = yield from self._settle(rank, now, before)
             for message in needs.get(k, ()):
                 while self.begin[message] < 0:
                     yield message
@@ -261,36 +255,34 @@ class _Run:
             self.left -= 1
         self.end[rank] = now
         if row:
-            yield from self._communicate(sends[-1], posts.get(len(row), ()), now, before, open_posts)
+            yield from self._communicate(rank, sends[-1], posts.get(len(row), ()), now, before)
 
     def _communicate(
-        self, sent: _Messages, posted: _Messages, now: int, before: _Waits, open_posts: list[int]
+        self, rank: int, sent: _Messages, posted: _Messages, now: int, before: _Waits
     ) -> Generator[int, None, tuple[int, _Waits]]:
         """Post sends and receives at one place; return when the rank goes on, and what that waits for."""
         receives = (_RECEIVES, posted, self.posted_at, self.posted_by)
         sends = (_SENDS, sent, self.sent_at, self.sent_by)
+        awaited, waits_before = self.mode.awaited, self.mode.waits_before
         for kinds, messages, at, by in (receives, sends) if self.mode.receives_first else (sends, receives):
             for message in messages:
                 kind = kinds[self.side[message]]
-                if open_posts:
-                    now, before = yield from self._settle(kind, now, before, open_posts)
+                if self.open[rank] and kind in waits_before:
+                    now, before = yield from self._settle(rank, now, before)
                 at[message], by[message] = now, before
                 self._try_transfer(message)
-                if kind in self.mode.awaited:
-                    open_posts.append(message)
+                if kind in awaited:
+                    self.open[rank].append(message)
         return now, before
 
-    def _settle(
-        self, kind: Kind, now: int, before: _Waits, open_posts: list[int]
-    ) -> Generator[int, None, tuple[int, _Waits]]:
-        """Wait for the open posts that are due before an action of this kind; return as `_communicate`."""
-        count = self.mode.due(kind, len(open_posts))
-        for message in open_posts[:count]:
+    def _settle(self, rank: int, now: int, before: _Waits) -> Generator[int, None, tuple[int, _Waits]]:
+        """Wait until the posts that are due have arrived; return as `_communicate`."""
+        due, self.open[rank] = self.mode.due(self.open[rank])
+        for message in due:
             while self.begin[message] < 0:
                 yield message
             now = max(now, self.begin[message] + self.lag[message])
             before += ((self.total + message, self.lag[message]),)
-        del open_posts[:count]
         return now, before
 
     def _ready(self, rank: int, k: int) -> bool:

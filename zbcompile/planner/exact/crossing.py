@@ -32,7 +32,7 @@ from fractions import Fraction
 from ortools.sat.python import cp_model
 
 from zbcompile.planner.bounds.memory_window import memory_window_bound
-from zbcompile.planner.core.instance import Codes, Instance
+from zbcompile.planner.core.instance import Codes, F, Instance
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.exact.crossing_model import OneRank, WholeChain
 
@@ -81,13 +81,8 @@ class Crossing:
 def shifted(instance: Instance) -> Instance:
     """Return the chain with no lag before F's and both lags before B's: no order's span changes."""
     down = {s: row[0][1] for s, row in enumerate(instance.forward_from) if row}
-    return replace(
-        instance,
-        forward_from=tuple(tuple((other, 0) for other, _ in row) for row in instance.forward_from),
-        backward_from=tuple(
-            tuple((other, lag + down[other]) for other, lag in row) for row in instance.backward_from
-        ),
-    )
+    rules = instance.rules.with_lags(lambda wait: 0 if wait.kind == F else wait.lag_ns + down[wait.stage])
+    return replace(instance, rules=rules)
 
 
 def scaled(instance: Instance, grid: Fraction) -> Instance:
@@ -96,23 +91,18 @@ def scaled(instance: Instance, grid: Fraction) -> Instance:
     def down(values: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(int(v / grid) for v in values)
 
-    def lags(rows: tuple[tuple[tuple[int, int], ...], ...]) -> tuple[tuple[tuple[int, int], ...], ...]:
-        return tuple(tuple((other, int(lag / grid)) for other, lag in row) for row in rows)
-
     return replace(
         instance,
         forward=down(instance.forward),
         backward=down(instance.backward),
         weight=down(instance.weight),
         fused=down(instance.fused),
-        forward_from=lags(instance.forward_from),
-        backward_from=lags(instance.backward_from),
+        rules=instance.rules.with_lags(lambda wait: int(wait.lag_ns / grid)),
     )
 
 
 def _all_times(instance: Instance) -> list[int]:
-    lags = [lag for rows in (instance.forward_from, instance.backward_from) for row in rows for _, lag in row]
-    return [t for t in (*instance.forward, *instance.backward, *instance.weight, *lags) if t]
+    return [t for t in (*instance.forward, *instance.backward, *instance.weight, *instance.rules.lags) if t]
 
 
 def _lost(ways: list[int], grid: Fraction) -> Fraction:

@@ -70,8 +70,7 @@ def split_is_exact(instance: Instance) -> bool:
 
 def exact_unit(instance: Instance) -> int:
     """Return the largest time in ns that divides all times and lags."""
-    lags = [lag for rows in (instance.forward_from, instance.backward_from) for row in rows for _, lag in row]
-    return math.gcd(*instance.forward, *instance.backward, *instance.weight, *lags) or 1
+    return math.gcd(*instance.forward, *instance.backward, *instance.weight, *instance.rules.lags) or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,16 +104,12 @@ class Ticks:
         def lengths(values: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(value // unit * factor or 1 for value in values)
 
-        def lags(rows: tuple[tuple[tuple[int, int], ...], ...]) -> tuple[tuple[tuple[int, int], ...], ...]:
-            return tuple(tuple((other, lag // unit * factor) for other, lag in row) for row in rows)
-
         ticking = replace(
             instance,
             forward=lengths(instance.forward),
             backward=lengths(instance.backward),
             weight=lengths(instance.weight),
-            forward_from=lags(instance.forward_from),
-            backward_from=lags(instance.backward_from),
+            rules=instance.rules.with_lags(lambda wait: wait.lag_ns // unit * factor),
         )
         return Ticks(ticking, unit, factor, spare)
 
@@ -185,16 +180,17 @@ class _Model:
     def _dependencies(self) -> None:
         instance, add = self.instance, self.model.add
         for s in range(instance.num_stages):
+            waits = [(kind, wait) for kind in (F, B, W) for wait in instance.rules.waits[kind][s]]
             for i in range(instance.num_microbatches):
-                add(self.start[B, s, i] >= self.end((F, s, i)))
-                add(self.start[W, s, i] >= self.end((B, s, i)))
+                for kind, (before, other, lag) in waits:
+                    if other == s:
+                        add(self.start[kind, s, i] >= self.end((before, s, i)) + lag)
                 if i:
                     for kind in (F, B, W):
                         add(self.start[kind, s, i] >= self.end((kind, s, i - 1)))
-                for other, lag in instance.forward_from[s]:
-                    add(self.start[F, s, i] >= self.end((F, other, i)) + lag)
-                for other, lag in instance.backward_from[s]:
-                    add(self.start[B, s, i] >= self.end((B, other, i)) + lag)
+                for kind, (before, other, lag) in waits:
+                    if other != s:
+                        add(self.start[kind, s, i] >= self.end((before, other, i)) + lag)
 
     def _rank_ops(self, rank: int, *kinds: int) -> list[Op]:
         return [
@@ -302,10 +298,7 @@ def safe_horizon(instance: Instance, upper: int) -> int:
             instance.num_microbatches * sum(instance.weight[s] for s in row) for row in instance.stages_of
         )
         return upper + weights
-    lags = sum(
-        lag for rows in (instance.forward_from, instance.backward_from) for row in rows for _, lag in row
-    )
-    return sum(instance.work(r) for r in range(instance.num_ranks)) + instance.num_microbatches * lags
+    return sum(instance.work(r) for r in range(instance.num_ranks)) + _all_lags(instance)
 
 
 def solve_exact(
@@ -374,9 +367,7 @@ def ask_below(instance: Instance, value_ns: int, *, time_limit_s: float, seed: i
 
 def _all_lags(instance: Instance) -> int:
     """Return the sum of all travel times of a step."""
-    return instance.num_microbatches * sum(
-        lag for rows in (instance.forward_from, instance.backward_from) for row in rows for _, lag in row
-    )
+    return instance.num_microbatches * sum(instance.rules.lags)
 
 
 def _run(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from zbcompile.planner.core.compiled import vector
 from zbcompile.planner.core.instance import Codes, Instance
 from zbcompile.planner.core.kernel import gaps_at
 from zbcompile.planner.core.scorer import Scorer
-from zbcompile.planner.core.tables import EXPONENTIAL, pack, unpack, vector
+from zbcompile.planner.core.tables import EXPONENTIAL, pack, unpack
 from zbcompile.planner.improve.anneal_kernel import anneal
 
 __all__ = ["Annealer"]

@@ -5,8 +5,9 @@ Plain loops over flat arrays that numba compiles where it is installed (`zbcompi
 
 from __future__ import annotations
 
+from zbcompile.planner.core.compiled import Vector, jit
 from zbcompile.planner.core.kernel import evaluate_line, stays_legal
-from zbcompile.planner.core.tables import Tables, Vector, jit
+from zbcompile.planner.core.tables import Tables
 from zbcompile.planner.improve.moves import move_cause, move_into_gap, move_many, move_one, random_bits
 
 __all__ = ["anneal", "keep_block"]

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from zbcompile.planner.core.compiled import can_compile
 from zbcompile.planner.core.instance import is_chain
 from zbcompile.planner.core.scorer import Score
-from zbcompile.planner.core.tables import HAVE_NUMBA
 from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.improve.fold import Folded, fold
 from zbcompile.planner.incumbent import Order
@@ -139,7 +139,7 @@ def _round(run: Run, starts: list[_Annealed], tries: int, used: int) -> Iterator
         )
         return _Annealed(replace(start, codes=codes), starts[k].order)
 
-    if not HAVE_NUMBA:
+    if not can_compile():
         yield from map(anneal, range(len(starts)))
         return
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores:

@@ -5,7 +5,8 @@ Compiled by numba where it is installed, as `zbcompile.planner.core.kernel` is.
 
 from __future__ import annotations
 
-from zbcompile.planner.core.tables import Tables, Vector, jit
+from zbcompile.planner.core.compiled import Vector, jit
+from zbcompile.planner.core.tables import Tables
 
 __all__ = ["move_cause", "move_into_gap", "move_many", "move_one", "random_bits"]
 

@@ -28,13 +28,7 @@ def one_at_a_time(instance: Instance, *, fusing: bool = True) -> Codes:
     All F's come first where that fits. A stage runs fused, if it may, where B and W hold more or take longer
     than BW.
     """
-    one = OneMicrobatch.under(
-        instance.memory,
-        instance.rank_of,
-        tuple(tuple(other for other, _ in row) for row in instance.forward_from),
-        tuple(tuple(other for other, _ in row) for row in instance.backward_from),
-        fusing=fusing,
-    )
+    one = OneMicrobatch.under(instance.memory, instance.rules, instance.rank_of, fusing=fusing)
     order = one.fit(instance.headroom).order or one.forwards_first()
     rows: Codes = [[] for _ in instance.stages_of]
     for backward, s in order:

@@ -54,16 +54,13 @@ class ListRun:
         self.held = [0] * p
         self.last = [F] * p
         self.ready = [[[0] * m, [0] * m] for _ in range(p)]
-        self.missing = [
-            [[len(instance.forward_from[s])] * m, [1 + len(instance.backward_from[s])] * m]
-            for s in self.stage
-        ]
-        self.after: list[list[list[tuple[int, int]]]] = [[[], []] for _ in range(p)]
+        waits = instance.rules.waits
+        self.missing = [[[len(waits[kind][s])] * m for kind in (F, B)] for s in self.stage]
+        self.after: list[list[list[tuple[int, int, int]]]] = [[[], []] for _ in range(p)]
         for rank, s in enumerate(self.stage):
-            for source, lag in instance.forward_from[s]:
-                self.after[instance.rank_of[source]][F].append((rank, lag))
-            for target, lag in instance.backward_from[s]:
-                self.after[instance.rank_of[target]][B].append((rank, lag))
+            for kind in (F, B):
+                for before, other, lag in waits[kind][s]:
+                    self.after[instance.rank_of[other]][before].append((rank, kind, lag))
         self.codes: Codes = [[] for _ in range(p)]
         self.events = [(0, rank) for rank in range(p)]
 
@@ -121,10 +118,8 @@ class ListRun:
         if kind == W:
             return
         self.last[rank] = kind
-        if kind == F:
-            self._arrive(rank, B, k, end, now)
-        for other, lag in self.after[rank][kind]:
-            self._arrive(other, kind, k, end + lag, now)
+        for other, waiting, lag in self.after[rank][kind]:
+            self._arrive(other, waiting, k, end + lag, now)
 
     def _arrive(self, rank: int, kind: int, k: int, at: int, now: int) -> None:
         self.missing[rank][kind][k] -= 1

@@ -13,9 +13,10 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from zbcompile.planner.core.instance import Codes, Instance
+from zbcompile.planner.core.compiled import MakeVector, Vector, vector
+from zbcompile.planner.core.instance import B, Codes, F, Instance
 from zbcompile.planner.core.scorer import Scored, Scorer
-from zbcompile.planner.core.tables import Tables, Vector, unpack, vector
+from zbcompile.planner.core.tables import Tables, unpack
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.run import Run
 from zbcompile.planner.starts.rounds_kernel import ALTERNATE, B_FIRST, F_FIRST, place_rounds
@@ -23,6 +24,8 @@ from zbcompile.planner.starts.rounds_kernel import ALTERNATE, B_FIRST, F_FIRST, 
 __all__ = ["RoundOrders", "Rounds", "Setting", "applies", "mutate", "rounds_orders", "standard_settings"]
 
 _RULES = (ALTERNATE, B_FIRST, F_FIRST)
+_SHORT = 1_000
+"""Actions up to which the standard settings are tried in plain Python first: less time than numba takes."""
 _KEPT = 6
 """Settings kept, best first, one of which is changed in every try."""
 
@@ -40,12 +43,20 @@ class RoundOrders:
 
     def propose(self, run: Run) -> Iterator[Order]:
         """Yield the best few, made in two thirds of the time left at most."""
+        short = run.actions <= _SHORT
+        if short:
+            yield from self._best(run, Scorer(run.instance, list), 0)
+        if not run.done and (run.effort.rounds or not short):
+            yield from self._best(run, run.scorer, run.effort.rounds)
+
+    def _best(self, run: Run, scorer: Scorer, tries: int) -> Iterator[Order]:
+        """Yield the best few, found by compiled kernels or in plain Python as the scorer is."""
         enough_s = run.seconds_left / 3
         found = rounds_orders(
             run.instance,
-            run.scorer,
+            scorer,
             random.Random(run.seed),
-            run.effort.rounds,
+            tries,
             goal=run.bound.value_ns,
             stop=lambda: run.seconds_left <= enough_s,
         )
@@ -92,11 +103,11 @@ def largest_group(instance: Instance) -> int:
     Before its first B a rank holds the F's of the whole group for all of its stages but the last, and one of
     that.
     """
-    most = instance.num_microbatches
+    most, change, peak = instance.num_microbatches, instance.memory.change[F], instance.memory.peak[F]
     for r, stages in enumerate(instance.stages_of):
-        saved = [instance.saved[s] for s in stages]
-        headroom = instance.headroom[r] - saved[-1] - _reserve(instance, r)
-        before = sum(saved[:-1])
+        last = stages[-1]
+        headroom = instance.headroom[r] - max(peak[last], change[last] + _reserve(instance, r))
+        before = sum(change[s] for s in stages[:-1])
         if headroom < 0:
             return 0
         if before:
@@ -106,7 +117,7 @@ def largest_group(instance: Instance) -> int:
 
 def _reserve(instance: Instance, rank: int) -> int:
     """Return the bytes that an F leaves free on a rank, so that the next B fits."""
-    return max(0, *(instance.pending[s] - instance.saved[s] for s in instance.stages_of[rank]))
+    return max(instance.memory.peak[B][s] for s in instance.stages_of[rank])
 
 
 def standard_settings(instance: Instance) -> list[Setting]:
@@ -146,10 +157,18 @@ def standard_settings(instance: Instance) -> list[Setting]:
 
 
 class Rounds:
-    """Makes orders of one problem; its buffers are reused from order to order."""
+    """Makes orders of one problem; its buffers are reused from order to order.
 
-    def __init__(self, instance: Instance) -> None:
-        self.instance, self.tables = instance, Tables.of(instance)
+    Parameters
+    ----------
+    instance
+        The problem.
+    vector
+        Makes the buffers; with ``list`` nothing is compiled.
+    """
+
+    def __init__(self, instance: Instance, vector: MakeVector = vector) -> None:
+        self.instance, self.tables, self.vector = instance, Tables.of(instance, vector), vector
         S, p, m = instance.num_stages, instance.num_ranks, instance.num_microbatches
         sizes = [3 * m * len(stages) for stages in instance.stages_of]
         self.offsets = vector([sum(sizes[:r]) for r in range(p + 1)])
@@ -159,18 +178,19 @@ class Rounds:
 
     def line_of(self, setting: Setting) -> Vector | None:
         """Return the codes of one order in a row, valid until the next; ``None`` if memory locks it up."""
-        first, size = [], []
+        first: list[int] = []
+        size: list[int] = []
         for group in setting.groups:
             first += [len(first)] * group
             size += [group] * group
         placed = place_rounds(
             self.tables,
-            vector(first),
-            vector(size),
-            vector(setting.in_flight),
+            self.vector(first),
+            self.vector(size),
+            self.vector(setting.in_flight),
             setting.rule,
             setting.fill,
-            vector(setting.pending),
+            self.vector(setting.pending),
             self.reserve,
             self.offsets,
             self.line,
@@ -220,7 +240,7 @@ def rounds_orders(
     """
     if not applies(instance):
         return []
-    rounds, room = Rounds(instance), largest_group(instance)
+    rounds, room = Rounds(instance, scorer.vector), largest_group(instance)
     pool: list[tuple[tuple[int, int], Setting]] = []
     standard = standard_settings(instance)
     for k in range(tries + len(standard)):

@@ -5,7 +5,8 @@ Plain loops over flat arrays that numba compiles where it is installed (`zbcompi
 
 from __future__ import annotations
 
-from zbcompile.planner.core.tables import Tables, Vector, jit
+from zbcompile.planner.core.compiled import Vector, jit
+from zbcompile.planner.core.tables import Tables
 
 __all__ = ["ALTERNATE", "B_FIRST", "F_FIRST", "place_rounds"]
 
@@ -42,7 +43,8 @@ def _next_forward(t: Tables, r: int, k: int, first: Vector, size: Vector) -> int
     begin, own = t.own_at[r], t.own_at[r + 1] - t.own_at[r]
     i = first[k // own]
     place = k - i * own
-    return t.own[begin + place // size[i]] * m + i + place % size[i]
+    pair: int = t.own[begin + place // size[i]] * m + i + place % size[i]
+    return pair
 
 
 @jit
@@ -75,7 +77,7 @@ def _choose(
         if arrival >= 0 and forwards - backwards < most[r]:
             if arrival > now:
                 coming = arrival
-            elif held + t.memory[s] + reserve[r] > t.headroom[r]:
+            elif held + max(t.peak[s], t.memory[s] + reserve[r]) > t.headroom[r]:
                 starved = True
             else:
                 forward = s
@@ -90,7 +92,7 @@ def _choose(
             continue
         if arrival > now:
             coming = min(coming, arrival)
-        elif held + t.memory[S + s] > t.headroom[r]:
+        elif held + t.peak[S + s] > t.headroom[r]:
             starved = True
         else:
             key = first[i] * (own - 1) + (own - 1 - e) * size[i] + i

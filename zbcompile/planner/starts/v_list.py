@@ -79,7 +79,6 @@ class _VListRun:
         self.waiting: list[deque[int]] = [deque() for _ in range(p)]
         self.ends: list[list[list[int]]] = [[[] for _ in range(S)] for _ in (F, B)]
         self.length = (instance.forward, instance.backward, instance.weight)
-        self.sources = (instance.forward_from, instance.backward_from)
 
     def count(self, kind: int, s: int) -> int:
         """Return how many F's or B's of a stage have been placed."""
@@ -88,11 +87,11 @@ class _VListRun:
     def arrival(self, kind: int, s: int) -> int | None:
         """Return when the message for the next F or B of a stage is there; ``None`` if it is not sent yet."""
         i = len(self.ends[kind][s])
-        if i == self.m or (kind == B and i >= len(self.ends[F][s])):
+        if i == self.m:
             return None
         latest = 0
-        for source, lag in self.sources[kind][s]:
-            ends = self.ends[kind][source]
+        for before, source, lag in self.instance.rules.waits[kind][s]:
+            ends = self.ends[before][source]
             if i >= len(ends):
                 return None
             latest = max(latest, ends[i] + lag)

@@ -1,0 +1,146 @@
+"""Kernels: compiled and plain alike, compiled off the clock, in any cache folder, and without numba."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.places import ROOT
+from zbcompile.planner.bounds.analytic import best_bound
+from zbcompile.planner.core import compiled
+from zbcompile.planner.core.compiled import can_compile, compile_seconds, jit, vector
+from zbcompile.planner.incumbent import Incumbent
+from zbcompile.planner.run import Run
+from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.problem import Problem
+
+V = Problem.of(Profile.uniform(StageCost.simple(30, 31, 17, 10, 4), 8, 2), Placement.v(4), 8, 80)
+
+SUM = """
+from tests.planner.test_compiled import _sum_of_twice
+from zbcompile.planner.core.compiled import vector
+print(_sum_of_twice(vector([1, 2, 3])))
+"""
+
+NO_NUMBA = """
+import sys, time
+sys.modules["numba"] = None
+from tests.planner.test_compiled import V
+from zbcompile.planner.core.dispatch import Dispatcher
+from zbcompile.planner.core.instance import B, F, Instance, W
+from zbcompile.planner.core.latest_starts import latest_starts
+from zbcompile.planner.core.score import value_of
+from zbcompile.planner.plan import plan
+from zbcompile.planner.starts.classic import orders_for
+began = time.monotonic()
+value = plan(V, time_limit_s=3).certificate.value_ns
+took = time.monotonic() - began
+instance = Instance.of(V)
+S, m = instance.num_stages, instance.num_microbatches
+known = []
+for name, codes in orders_for(V):
+    if all(kind < 3 for row in codes for kind, _ in row):
+        starts = latest_starts(instance, codes)
+        keys = [starts[kind, s, i] for kind in (F, B, W) for s in range(S) for i in range(m)]
+        placed = Dispatcher(instance).run(keys, [m] * S)
+        known += [value_of(instance, order) for order in (codes, placed) if order is not None]
+print(value <= min(known), took < 8, len(known))
+"""
+
+
+@jit
+def _twice(values, k):
+    return values[k] + values[k]
+
+
+@jit
+def _sum_of_twice(values):
+    total = 0
+    for k in range(len(values)):
+        total += _twice(values, k)
+    return total
+
+
+def run_script(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=True,
+    )
+
+
+def test_a_kernel_runs_on_lists_as_it_is_and_on_arrays_compiled() -> None:
+    assert _sum_of_twice([1, 2, 3]) == 12
+    before = compile_seconds()
+    assert _sum_of_twice(vector([1, 2, 3])) == 12
+    if can_compile():
+        assert compile_seconds() > before
+        before = compile_seconds()
+        assert _sum_of_twice(vector([4])) == 8
+    assert compile_seconds() == before
+
+
+def test_seconds_of_compiling_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    incumbent = Incumbent(V, best_bound(V), time_limit_s=10)
+    assert incumbent.seconds_left <= 10
+    monkeypatch.setattr(compiled._Spent, "seconds", compile_seconds() + 100)
+    assert 100 < incumbent.seconds_left <= 110
+
+
+def test_the_observer_is_told_before_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    monkeypatch.setattr(compiled._Spent, "seconds", 0.0)
+    run = Run(V, time_limit_s=10, observer=lambda progress: steps.append(progress.step))
+    assert run.scorer.instance is run.instance
+    assert steps == ["compile"]
+    monkeypatch.setattr(compiled._Spent, "seconds", 1.0)
+    assert Run(V, time_limit_s=10, observer=lambda progress: steps.append(progress.step)).scorer
+    assert steps == ["compile"]
+
+
+def test_any_cache_folder_will_do(tmp_path: Path) -> None:
+    """A fresh folder, a full one, one whose files are broken, and one that cannot be made."""
+    cache = tmp_path / "cache"
+    for _ in range(2):
+        assert run_script(SUM, NUMBA_CACHE_DIR=str(cache)).stdout == "12\n"
+    files = [path for path in cache.rglob("*") if path.is_file()]
+    assert files or not can_compile()
+    for path in files:
+        path.write_bytes(b"broken")
+    (tmp_path / "file").touch()
+    for folder in (cache, tmp_path / "file" / "cache"):
+        result = run_script(SUM, NUMBA_CACHE_DIR=str(folder))
+        assert (result.stdout, result.stderr) == ("12\n", "")
+
+
+def test_without_numba_the_limit_holds_and_no_classic_order_is_shorter() -> None:
+    """Nor one that is placed anew by the real times; a warning says why the search is slow, once."""
+    result = run_script(NO_NUMBA)
+    shorter, in_time, known = result.stdout.split()
+    assert (shorter, in_time) == ("True", "True")
+    assert int(known) >= 4
+    assert result.stderr.count("RuntimeWarning") == 1
+    assert "numba is missing" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import zbcompile",
+        "from zbcompile.planner.plan import plan",
+        "from zbcompile.cli.main import main; main(['plan', 'examples/profiles/four-unequal-stages.json'])",
+    ],
+)
+def test_numba_is_imported_by_the_search_alone(line: str) -> None:
+    """What the first orders prove needs no numba either."""
+    script = f"import sys; {line}; print('numba' in sys.modules, file=sys.stderr)"
+    assert run_script(script).stderr.splitlines()[-1] == "False"
