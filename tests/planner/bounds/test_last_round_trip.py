@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 
 import pytest
 
@@ -115,17 +116,47 @@ def test_a_price_is_derived_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(60):
         problem = make_problem(seed)
         for bound in (b for b in analytic_bounds(problem) if b.method == METHOD):
-            out = Derivation()
-            derivations(problem.objective)[METHOD](Facts(problem), bound.witness, out)
-            out.compare(bound.witness)
-            assert out.total == bound.value_ns
-            assert set(out.numbers) == set(bound.witness)
+            assert derive_again(problem, bound.witness) == bound.value_ns
             if "price_eighths" in bound.witness:
                 seen += 1
                 forged = {**bound.witness, "left_ns": bound.witness["left_ns"] - 1}  # type: ignore[operator]
                 with pytest.raises(CheckError, match="left_ns of the witness is not what follows"):
-                    out.compare(forged)
+                    derive_again(problem, forged)
     assert seen >= 60
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"inner_rank": 9}, "no usable 'inner_rank'"),
+        ({"inner_rank": 1}, "of the witness is not what follows"),
+        ({"outer_rank": 1}, "not two stages of its outer rank"),
+        ({"outer_stages": [0]}, "not two stages of its outer rank"),
+        ({"outer_stages": [7, 0]}, "no way leads from the outer rank"),
+        ({"outer_stages": [0, 7]}, "no way leads from the inner rank"),
+        ({"in_flight": 3}, "no list"),
+        ({"in_flight": [1, 1]}, "in_flight.* of the witness is not what follows"),
+        ({"in_flight": [99, 1]}, "in_flight.* of the witness is not what follows"),
+        ({"price_eighths": 9}, "no usable 'price_eighths'"),
+        ({"price_eighths": 4}, "left_ns of the witness|no part of its bound"),
+        ({"trust": 1}, "no part of its bound"),
+    ],
+)
+def test_a_broken_witness_is_refused_in_words(change: dict[str, object], words: str) -> None:
+    problem = Problem.of(Profile.uniform(StageCost.simple(30, 28, 17, 10, 4), 8, 1), Placement.v(4), 12, 60)
+    bound = best_bound(problem)
+    assert (bound.method, bound.witness["inner_rank"], bound.witness["outer_rank"]) == (METHOD, 3, 0)
+    derive_again(problem, bound.witness)
+    with pytest.raises(CheckError, match=words):
+        derive_again(problem, {**bound.witness, **change})
+
+
+def derive_again(problem: Problem, witness: Mapping[str, object]) -> int:
+    """Derive a witness's bound and compare every number."""
+    out = Derivation()
+    derivations(problem.objective)[METHOD](Facts(problem), witness, out)
+    out.compare(witness)
+    return out.total
 
 
 def test_a_price_gives_no_more_than_trying_all() -> None:

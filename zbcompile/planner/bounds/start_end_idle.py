@@ -4,8 +4,8 @@ Start. Before its first B a rank runs F's alone, and each of them adds M_B. The 
 s of the rank, and from the rank's first F to B(1) of s passes at least the longest path that leads from an F
 of the rank to that B; the least of these over s holds for whichever comes first. What the F's that fit into
 the headroom do not fill of it is idle. The same holds before the first F of a stage for which every B of the
-rank waits: until then the rank runs F's of other stages alone, and none of those that come after that stage.
-The larger of these idle times counts.
+rank waits: until then the rank runs F's of other stages alone, and none of those that come after that stage;
+all their M_B's are held when that F starts, and its own beside them. The larger of these idle times counts.
 
 End. Let s0 be the stage whose B ends the rank's backward, and s1 another stage of the rank whose B(m) comes
 after every F and every other B of the rank. Between the end of B(m) of s1 and the start of B(m) of s0 only
@@ -57,18 +57,18 @@ def start_windows(instance: Instance, paths: Paths, rank: int) -> Iterator[Start
     """Yield the window before a rank's first B, then those before a stage that every B waits for."""
     stages = instance.stages_of[rank]
     length = min(max(paths.f_to_b(a, s) for a in stages) for s in stages)
-    yield StartWindow(None, length, stages, _forward_time(instance, rank, stages))
+    yield StartWindow(None, length, stages, _forward_time(instance, rank, stages, 0))
     for s in stages:
         if all(paths.f_to_b(s, a) != NO_PATH for a in stages):
             before = tuple(a for a in stages if paths.f_to_f(s, a) == NO_PATH)
             length = max(paths.f_to_f(a, s) for a in stages)
-            yield StartWindow(s, length, before, _forward_time(instance, rank, before))
+            yield StartWindow(s, length, before, _forward_time(instance, rank, before, instance.saved[s]))
 
 
-def _forward_time(instance: Instance, rank: int, stages: Sequence[int]) -> int:
-    """Return the most time of F's of some stages that fit into a rank's headroom."""
+def _forward_time(instance: Instance, rank: int, stages: Sequence[int], beside: int) -> int:
+    """Return the most time of F's of some stages that fit into a rank's headroom beside some bytes."""
     items = [(instance.forward[s], instance.saved[s], instance.num_microbatches) for s in stages]
-    return fractional(items, instance.headroom[rank])
+    return fractional(items, instance.headroom[rank] - beside)
 
 
 def start_idle(instance: Instance, paths: Paths, rank: int) -> tuple[int, dict[str, object]]:

@@ -83,16 +83,16 @@ def _add_start_idle(facts: Facts, rank: int, out: Derivation) -> None:
     """Add the idle time before a rank's first B."""
     row = facts.stages_of[rank]
     ways = [[facts.way(("F", a), ("B", s)) or 0 for a in row] for s in row]
-    windows = [("B", min(max(to) for to in ways), tuple(row))]
+    windows = [("B", min(max(to) for to in ways), tuple(row), 0)]
     for s in row:
         if all(facts.way(("F", s), ("B", a)) is not None for a in row):
             others = tuple(a for a in row if facts.way(("F", s), ("F", a)) is None)
             length = max(facts.way(("F", a), ("F", s)) or 0 for a in row)
-            windows.append((f"F of stage {s}", length, others))
+            windows.append((f"F of stage {s}", length, others, facts.saved[s]))
     idles = []
-    for event, length, held in windows:
+    for event, length, held, beside in windows:
         items = [(facts.f[s], facts.saved[s], facts.count) for s in held]
-        forward = facts.most_time(items, facts.headroom[rank])
+        forward = facts.most_time(items, facts.headroom[rank] - beside)
         idles.append((max(0, length - forward), event, length, forward, held))
     idle, event, length, forward, held = max(idles, key=lambda entry: entry[0])
     out.numbers.update(

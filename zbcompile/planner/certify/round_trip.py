@@ -133,9 +133,9 @@ def _start_idle(facts: Facts, rank: int) -> tuple[list[int], list[int]]:
     """Return (way, F's that fit, idle) before the first B, and before the first F of a stage B's wait for."""
     row = facts.stages_of[rank]
 
-    def entry(length: int, stages: Sequence[int]) -> list[int]:
+    def entry(length: int, stages: Sequence[int], beside: int) -> list[int]:
         items = [(facts.f[s], facts.saved[s], facts.count) for s in stages]
-        forward = facts.most_time(items, facts.headroom[rank])
+        forward = facts.most_time(items, facts.headroom[rank] - beside)
         return [length, forward, max(0, length - forward)]
 
     ways = [max(facts.way(("F", a), ("B", s)) or 0 for a in row) for s in row]
@@ -143,8 +143,10 @@ def _start_idle(facts: Facts, rank: int) -> tuple[list[int], list[int]]:
     for s in row:
         if all(facts.way(("F", s), ("B", a)) is not None for a in row):
             earlier = [a for a in row if facts.way(("F", s), ("F", a)) is None]
-            stages.append(entry(max(facts.way(("F", a), ("F", s)) or 0 for a in row), earlier))
-    return entry(min(ways), row), max(stages, key=lambda window: window[2])
+            stages.append(
+                entry(max(facts.way(("F", a), ("F", s)) or 0 for a in row), earlier, facts.saved[s])
+            )
+    return entry(min(ways), row, 0), max(stages, key=lambda window: window[2])
 
 
 def _left(facts: Facts, rank: int, back: int, witness: Witness, out: Derivation) -> int | None:
