@@ -22,6 +22,7 @@ from zbcompile.passes.torch_patches import CHECKPOINT, checkpoint_marked, joint_
 from zbcompile.runtime.signals import deferred_signals
 
 try:
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._functorch._aot_autograd import descriptors
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._ops import OpOverload
@@ -54,6 +55,7 @@ __all__ = [
     "ctc_losses",
     "depends_on_data",
     "draws_seen",
+    "enable_python_dispatcher",
     "evaluate_fake",
     "fake_mode",
     "functorch_nesting",
