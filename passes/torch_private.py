@@ -25,6 +25,7 @@ from zbcompile.runtime.signals import deferred_signals
 from zbcompile.runtime.torch_private import module_tables, post_accumulate_hooks, tensor_tables
 
 try:
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._functorch._aot_autograd import descriptors
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
     from torch._ops import OpOverload
@@ -57,6 +58,7 @@ __all__ = [
     "ctc_losses",
     "depends_on_data",
     "draws_seen",
+    "enable_python_dispatcher",
     "evaluate_fake",
     "fake_mode",
     "forward_hooks",

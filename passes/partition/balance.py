@@ -118,15 +118,17 @@ class Line:
         self._num_stages, self._num_microbatches = num_stages, num_microbatches
 
     def cuts(self, tolerance: float) -> list[int]:
-        """Return the positions of the cuts: of those whose span exceeds the least by at most ``tolerance``.
+        """Return the positions of the cuts: of those whose span is near the least.
 
-        The cuts with the lowest prices are taken, and among these the ones with the least span.
+        Near means within ``tolerance`` times the mean work of a rank. The cuts with the lowest prices are taken, and among these the ones with the least span.
         """
         least = self._least_cap()
-        wide = self._chosen(int(least * (1 + tolerance)), priced=True)
+        mean = (self._num_microbatches or 1) * self._total[-1] / self._num_stages
+        near = least + int(tolerance * mean)
+        wide = self._chosen(near, priced=True)
         if wide is None:
             raise AssertionError("the least span is not met")
-        low, high, best = least - 1, int(least * (1 + tolerance)), wide
+        low, high, best = least - 1, near, wide
         while high - low > max(1, least // 100_000):
             middle = (low + high) // 2
             found = self._chosen(middle, priced=True)

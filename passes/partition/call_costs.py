@@ -34,6 +34,7 @@ from zbcompile.passes.partition.balance import Work
 from zbcompile.passes.torch_patches import joint_trace_patched
 from zbcompile.passes.torch_private import (
     OpOverload,
+    enable_python_dispatcher,
     fake_mode,
     functorch_nesting,
     schema,
@@ -79,7 +80,8 @@ def work_on(device: Device, count: CallCount) -> Work:
 def call_counts(captured: Captured, groups: StorageGroups) -> dict[Node, CallCount]:
     """Return what every call of a captured graph does in a step. ``groups`` : of that graph."""
     counter = _Counter(captured, groups)
-    with torch.inference_mode(False), torch.enable_grad(), joint_trace_patched():
+    modes = torch.inference_mode(False), torch.enable_grad()
+    with modes[0], modes[1], joint_trace_patched(), enable_python_dispatcher():
         for node in captured.module.graph.nodes:
             counter.visit(node)
     counter.add_sums()

@@ -16,7 +16,7 @@ __all__ = ["balanced_cuts", "named_cuts"]
 BUCKETS_PER_STAGE = 48
 MOST_CUTS = 400
 TOLERANCE = 0.05
-"""A step may exceed the best possible span by this share if that makes messages smaller."""
+"""A step may exceed the best possible span by this share of a rank's mean work for smaller messages."""
 
 
 def balanced_cuts(

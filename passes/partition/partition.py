@@ -111,7 +111,7 @@ def partition(
         Names of the modules that start the second and later stages, or a function that chooses among the
         legal cuts. By default those with the shortest step by counted times (see `balance`).
     device
-        Whose times; by default `nominal_device` of what the model was captured for.
+        Whose times and link; by default `nominal_device` of what the model was captured for, and no link.
     num_microbatches
         Of a step, if every stage has a rank of its own.
 
@@ -128,11 +128,12 @@ def partition(
     groups = StorageGroups(graph)
     auxiliary = auxiliary_nodes(captured, groups)
     main = [node for node in graph.nodes if node.op == "call_function" and node not in auxiliary]
+    link = device.link if device is not None else None
     device = device or nominal_device(captured.device)
     works = {node: work_on(device, count) for node, count in call_counts(captured, groups).items()}
     order = call_order(main, groups, works.__getitem__)
     if split_points is None:
-        cuts: Sequence[CutPoint] = balanced_cuts(order, num_stages, device.link, num_microbatches)
+        cuts: Sequence[CutPoint] = balanced_cuts(order, num_stages, link, num_microbatches)
     elif callable(split_points):
         cuts = _chosen(split_points, order.cuts, num_stages)
     else:
