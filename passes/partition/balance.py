@@ -100,6 +100,9 @@ class Line:
         (bytes, depth) of each cut: the less the better.
     num_stages, num_microbatches
         As for `least_span_ns`.
+    trained
+        Calls before each cut, and in all, that read a parameter which takes a gradient. Where the cuts allow
+        it, every stage gets such a call.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Line:
         prices: Sequence[tuple[int, int]],
         num_stages: int,
         num_microbatches: int | None,
+        trained: Sequence[int] = (),
     ) -> None:
         nothing = Work(0, 0, 0)
         self._ends = [nothing, *before]
@@ -116,11 +120,14 @@ class Line:
         self._messages = [0, *messages_ns, 0]
         self._prices = [(0, 0), *prices, (0, 0)]
         self._num_stages, self._num_microbatches = num_stages, num_microbatches
+        possible = len({*trained} - {0}) >= num_stages
+        self._trained = [0, *trained] if possible else list(range(len(self._ends)))
 
     def cuts(self, tolerance: float) -> list[int]:
         """Return the positions of the cuts: of those whose span is near the least.
 
-        Near means within ``tolerance`` times the mean work of a rank. The cuts with the lowest prices are taken, and among these the ones with the least span.
+        Near means within ``tolerance`` times the mean work of a rank. The cuts with the lowest prices are
+        taken, and among these the ones with the least span.
         """
         least = self._least_cap()
         mean = (self._num_microbatches or 1) * self._total[-1] / self._num_stages
@@ -173,11 +180,15 @@ class Line:
         return min(labels.get(last, ()), key=lambda label: label.price, default=None)
 
     def _reach(self, start: int, left: int, cap: int) -> Iterator[int]:
-        """Return the ends of a stage from ``start`` that fit, and leave no more than ``left`` stages hold."""
+        """Return the ends of a stage from ``start`` that fit, and leave no more than ``left`` stages hold.
+
+        Where every stage can have a parameter to train, only those that give it one.
+        """
         most = cap // (self._num_microbatches or 1)
         end = max(start + 1, bisect_left(self._total, self._total[-1] - left * most))
         while end < len(self._total) and self._total[end] - self._total[start] <= most:
-            yield end
+            if self._trained[end] > self._trained[start]:
+                yield end
             end += 1
 
     def _extend(

@@ -7,7 +7,7 @@ of a torch.func transform.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
@@ -40,6 +40,8 @@ class CutPoint:
         Of the first call after it.
     depth
         How deep in the module tree the cut lies; 0 between top-level modules.
+    trained_before
+        Calls before it that read a parameter which takes a gradient.
     """
 
     position: int
@@ -48,6 +50,7 @@ class CutPoint:
     module_path: str
     source: str
     depth: int
+    trained_before: int = 0
 
     @property
     def seconds_before(self) -> float:
@@ -69,15 +72,23 @@ class CallOrder:
         The legal cuts, in order.
     total
         Counted times of all.
+    trained
+        Calls that read a parameter which takes a gradient.
     """
 
     nodes: tuple[Node, ...]
     works: tuple[Work, ...]
     cuts: tuple[CutPoint, ...]
     total: Work
+    trained: int = 0
 
 
-def call_order(nodes: Sequence[Node], groups: StorageGroups, work_of: Callable[[Node], Work]) -> CallOrder:
+def call_order(
+    nodes: Sequence[Node],
+    groups: StorageGroups,
+    work_of: Callable[[Node], Work],
+    trained: Collection[Node] = (),
+) -> CallOrder:
     """Return all legal cuts between calls.
 
     Parameters
@@ -88,6 +99,8 @@ def call_order(nodes: Sequence[Node], groups: StorageGroups, work_of: Callable[[
         Of the whole graph.
     work_of
         Counts the times of a call.
+    trained
+        The parameters that take a gradient.
     """
     position = {node: i for i, node in enumerate(nodes)}
     count = len(nodes)
@@ -104,12 +117,21 @@ def call_order(nodes: Sequence[Node], groups: StorageGroups, work_of: Callable[[
     works = [work_of(node) for node in nodes]
     before = [Work(0, 0, 0), *accumulate(works)]
     blocked, crossing = list(accumulate(illegal)), list(accumulate(live))
+    reading = [0, *accumulate(int(any(a in trained for a in node.all_input_nodes)) for node in nodes)]
     cuts = tuple(
-        CutPoint(i, crossing[i], before[i], module_path_of(nodes[i]), source_of(nodes[i]), _depth(nodes, i))
+        CutPoint(
+            i,
+            crossing[i],
+            before[i],
+            module_path_of(nodes[i]),
+            source_of(nodes[i]),
+            _depth(nodes, i),
+            reading[i],
+        )
         for i in range(1, count)
         if not blocked[i]
     )
-    return CallOrder(tuple(nodes), tuple(works), cuts, before[-1])
+    return CallOrder(tuple(nodes), tuple(works), cuts, before[-1], reading[-1])
 
 
 def _span(differences: list[int], first: int, last: int, amount: int) -> None:

@@ -24,7 +24,8 @@ def balanced_cuts(
 ) -> tuple[CutPoint, ...]:
     """Return the cuts with the smallest messages among those whose span is near the best.
 
-    Near means within `TOLERANCE`. Every stage gets a call that costs something (a view alone is no stage).
+    Near means within `TOLERANCE`. Every stage gets a call that costs something (a view alone is no stage)
+    and, where the cuts allow it, a parameter to train: a rank without any has nothing for an optimizer.
 
     Parameters
     ----------
@@ -59,6 +60,7 @@ def balanced_cuts(
         [(cut.live_bytes, cut.depth) for cut in cuts],
         num_stages,
         num_microbatches,
+        [*(cut.trained_before for cut in cuts), order.trained],
     )
     return tuple(cuts[position] for position in line.cuts(TOLERANCE))
 

@@ -131,7 +131,7 @@ def partition(
     link = device.link if device is not None else None
     device = device or nominal_device(captured.device)
     works = {node: work_on(device, count) for node, count in call_counts(captured, groups).items()}
-    order = call_order(main, groups, works.__getitem__)
+    order = call_order(main, groups, works.__getitem__, _trained(captured))
     if split_points is None:
         cuts: Sequence[CutPoint] = balanced_cuts(order, num_stages, link, num_microbatches)
     elif callable(split_points):
@@ -144,6 +144,15 @@ def partition(
     }
     pieces = _Pieces(captured, groups, auxiliary, stage_of, num_stages - 1, works)
     return tuple(pieces.source(stage) for stage in range(num_stages))
+
+
+def _trained(captured: Captured) -> set[Node]:
+    """Return the parameters that take a gradient."""
+    return {
+        hole
+        for hole in captured.module.graph.find_nodes(op="placeholder")
+        if (role := captured.roles[hole.name]).kind == "parameter" and captured.state[role.name].requires_grad
+    }
 
 
 def _chosen(policy: Policy, cuts: tuple[CutPoint, ...], num_stages: int) -> Sequence[CutPoint]:

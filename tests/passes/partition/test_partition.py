@@ -31,12 +31,15 @@ def _order(seed: int) -> CallOrder:
     pieces = [0, 1000, 2000, 3000, 5000]
     works = [Work(*(rng.choice(pieces) for _ in range(3))) for _ in range(12)]
     before = list(itertools.accumulate(works, initial=Work(0, 0, 0)))
+    share = rng.choice([0.0, 0.3, 0.7])
+    reads = [int(work.total_ns > 0 and rng.random() < share) for work in works]
+    trained = list(itertools.accumulate(reads, initial=0))
     cuts = tuple(
-        CutPoint(i, rng.randrange(1, 9), before[i], "", "", rng.randrange(3))
+        CutPoint(i, rng.randrange(1, 9), before[i], "", "", rng.randrange(3), trained[i])
         for i in range(1, 12)
         if rng.random() < 0.8
     )
-    return CallOrder((), tuple(works), cuts, before[-1])
+    return CallOrder((), tuple(works), cuts, before[-1], trained[-1])
 
 
 def _span(order: CallOrder, cuts: Sequence[CutPoint], link: Link, num_microbatches: int | None) -> int:
@@ -46,13 +49,16 @@ def _span(order: CallOrder, cuts: Sequence[CutPoint], link: Link, num_microbatch
 
 
 def _choices(order: CallOrder, num_stages: int) -> list[tuple[CutPoint, ...]]:
-    """Return all ways to cut in which every stage costs something."""
-    found = []
+    """Return all ways to cut in which every stage costs something and, if there are such, trains something."""
+    found, training = [], []
     for chosen in itertools.combinations(order.cuts, num_stages - 1):
         ends = [0, *(cut.work_before.total_ns for cut in chosen), order.total.total_ns]
         if all(b > a for a, b in itertools.pairwise(ends)):
             found.append(chosen)
-    return found
+        reads = [0, *(cut.trained_before for cut in chosen), order.trained]
+        if all(b > a for a, b in itertools.pairwise(reads)):
+            training.append(chosen)
+    return training or found
 
 
 @pytest.mark.parametrize("num_microbatches", [None, 1, 4, 30])
