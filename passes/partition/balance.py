@@ -120,7 +120,8 @@ class Line:
     def cuts(self, tolerance: float) -> list[int]:
         """Return the positions of the cuts: of those whose span is near the least.
 
-        Near means within ``tolerance`` times the mean work of a rank. The cuts with the lowest prices are taken, and among these the ones with the least span.
+        Near means within ``tolerance`` times the mean work of a rank. The cuts with the lowest prices are
+        taken, and among these the ones with the least span.
         """
         least = self._least_cap()
         mean = (self._num_microbatches or 1) * self._total[-1] / self._num_stages

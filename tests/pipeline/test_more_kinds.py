@@ -28,7 +28,7 @@ def loss(output: Any, target: Any = None) -> Tensor:
 
 
 CUT_BEFORE = {"GRU cell": ["c"]}
-"""Where the cut must not divide the uses of a parameter, whose gradient is a sum: in one order only if whole."""
+"""A cut inside its loop would divide the uses of a parameter, and the sum of its gradient."""
 
 
 @pytest.mark.parametrize("name", KINDS)
