@@ -27,6 +27,10 @@ def loss(output: Any, target: Any = None) -> Tensor:
     return mean_square(vars(output) if isinstance(output, Outcome) else output)
 
 
+CUT_BEFORE = {"GRU cell": ["c"]}
+"""A cut inside its loop would divide the uses of a parameter, and the sum of its gradient."""
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_it_equals_autograd_to_the_bit(name: str) -> None:
     build, batch = KINDS[name]
@@ -35,7 +39,7 @@ def test_it_equals_autograd_to_the_bit(name: str) -> None:
     batches = [(*batch(), None) for _ in range(2)]
     args, kwargs, _ = batches[0]
     before = {path: dict(vars(module)) for path, module in model.named_modules()}
-    built = build_stages(model, 2, args, kwargs, loss_fn=loss)
+    built = build_stages(model, 2, args, kwargs, loss_fn=loss, split_points=CUT_BEFORE.get(name))
     assert verify(model, built, args, kwargs, loss_fn=loss).exact
     for path, module in model.named_modules():
         assert vars(module).keys() == before[path].keys()
