@@ -49,7 +49,7 @@ def _span(order: CallOrder, cuts: Sequence[CutPoint], link: Link, num_microbatch
 
 
 def _choices(order: CallOrder, num_stages: int) -> list[tuple[CutPoint, ...]]:
-    """Return all ways to cut in which every stage costs something and, if there are such, trains something."""
+    """Return all ways to cut in which every stage costs something; trains something, if it can."""
     found, training = [], []
     for chosen in itertools.combinations(order.cuts, num_stages - 1):
         ends = [0, *(cut.work_before.total_ns for cut in chosen), order.total.total_ns]
