@@ -157,8 +157,12 @@ def _is_among(name: str, names: str) -> bool:
 
 
 def _tensors(values: object) -> list[Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(values)
-    return [value for value in leaves if isinstance(value, Tensor)]
+    """Return the tensors in nested tuples, lists and mappings, in order."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, Mapping):
+        values = list(values.values())
+    return [t for value in values for t in _tensors(value)] if isinstance(values, tuple | list) else []
 
 
 def _linear(inputs: Tensor, weight: Tensor, *_: object, **__: object) -> int:

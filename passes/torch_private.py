@@ -31,6 +31,7 @@ try:
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx import traceback as fx_traceback
+    from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 except ImportError as error:  # pragma: no cover
     raise SplitError(
@@ -45,6 +46,7 @@ __all__ = [
     "JointGraph",
     "OpOverload",
     "RegionCall",
+    "TorchDispatchMode",
     "ambient_autocast",
     "as_fake",
     "as_plain_tensors",

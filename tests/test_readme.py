@@ -117,9 +117,7 @@ torch.save(model.state_dict(), f"{sys.argv[1]}/0.pt")
 @pytest.mark.timeout(300)
 def test_the_python_example_trains_like_the_plain_loop_alone_and_under_torchrun(tmp_path: Path) -> None:
     example, meta = PYTHON
-    cuts = 'split_points=["2", "4", "6"]'  # on an H100 all is launches here, and a stage may have no layer
-    meta = "import zbcompile\n" + meta.replace('device_named("H100"),', f'device_named("H100"), {cuts},')
-    assert cuts in meta
+    meta = "import zbcompile\n" + meta.replace("H100", "CPU")  # for which each of these stages has a layer
     loop = example[example.index("optimizer =") :]
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
     states = []

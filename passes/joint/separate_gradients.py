@@ -9,6 +9,7 @@ in one call (norms and recurrent layers do, and stay in B)::
     batch_norm_backward(..., mean, var, ...)   -->   batch_norm_backward(..., None, None, ...) in training
     checks without results                     -->   removed
     da = g; db = g                             -->   da = g; db = g.clone()
+    da = g.expand(n)                           -->   da = g.expand(n).clone()
 
 Batch norm's backward never reads the running statistics in training mode; without them F need not keep them.
 """
@@ -19,10 +20,11 @@ from collections.abc import Collection, Sequence
 from typing import cast
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from zbcompile.passes.joint.graph_facts import storage_root
-from zbcompile.passes.nodes import is_getitem
+from zbcompile.passes.nodes import is_getitem, value_of
 from zbcompile.passes.ops import facts
 from zbcompile.passes.torch_private import JointGraph
 
@@ -71,7 +73,10 @@ def _split_call(graph: Graph, node: Node, position: int) -> None:
 
 
 def own_gradients(joint: JointGraph, state: Collection[int]) -> None:
-    """Clone, in place, a parameter's gradient that shares storage with another gradient or an argument.
+    """Clone, in place, gradients of parameters that share storage with each other, an argument or themselves.
+
+    One that is expanded shares storage with itself, such as that of ``parameter.sum()``: nothing can be
+    added to it.
 
     Parameters
     ----------
@@ -88,9 +93,20 @@ def own_gradients(joint: JointGraph, state: Collection[int]) -> None:
         if position not in state:
             continue
         root = storage_root(value)
-        if root in taken or root.op == "placeholder":
+        made = value_of(value)
+        if root in taken or root.op == "placeholder" or (made is not None and _is_expanded(made)):
             with graph.inserting_before(output):
                 copy = graph.call_function(torch.ops.aten.clone.default, (value,))
             copy.meta = dict(value.meta)
+            if made is not None:
+                copy.meta["val"] = made.clone()
             joint.gradients[position] = root = copy
         taken.add(root)
+
+
+def _is_expanded(value: Tensor) -> bool:
+    """Return whether several elements of a value are one number in memory."""
+    return value.layout is torch.strided and any(
+        stride == 0 and not (isinstance(extent, int) and extent <= 1)
+        for extent, stride in zip(value.shape, value.stride(), strict=True)
+    )

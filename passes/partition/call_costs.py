@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.node import Argument
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbcompile.passes.aliasing import StorageGroups, changed_arguments
 from zbcompile.passes.capture.captured import Captured, Region
@@ -34,6 +33,7 @@ from zbcompile.passes.partition.balance import Work
 from zbcompile.passes.torch_patches import joint_trace_patched
 from zbcompile.passes.torch_private import (
     OpOverload,
+    TorchDispatchMode,
     enable_python_dispatcher,
     fake_mode,
     functorch_nesting,

@@ -7,7 +7,7 @@ of a torch.func transform.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, takewhile
 
@@ -42,6 +42,8 @@ class CutPoint:
         How deep in the module tree the cut lies; 0 between top-level modules.
     trained_before
         Calls before it that read a parameter which takes a gradient.
+    divided_bytes
+        Bytes of such parameters with uses on both sides: their gradients are sums over stages.
     """
 
     position: int
@@ -51,6 +53,7 @@ class CutPoint:
     source: str
     depth: int
     trained_before: int = 0
+    divided_bytes: int = 0
 
     @property
     def seconds_before(self) -> float:
@@ -118,6 +121,7 @@ def call_order(
     before = [Work(0, 0, 0), *accumulate(works)]
     blocked, crossing = list(accumulate(illegal)), list(accumulate(live))
     reading = [0, *accumulate(int(any(a in trained for a in node.all_input_nodes)) for node in nodes)]
+    divided = list(accumulate(_divided(trained, position, count)))
     cuts = tuple(
         CutPoint(
             i,
@@ -127,11 +131,22 @@ def call_order(
             source_of(nodes[i]),
             _depth(nodes, i),
             reading[i],
+            divided[i],
         )
         for i in range(1, count)
         if not blocked[i]
     )
     return CallOrder(tuple(nodes), tuple(works), cuts, before[-1], reading[-1])
+
+
+def _divided(trained: Collection[Node], position: Mapping[Node, int], count: int) -> list[int]:
+    """Return differences, per cut, of the bytes of parameters that have uses on both sides."""
+    differences = [0] * (count + 1)
+    for hole in trained:
+        uses = [position[user] for user in hole.users if user in position]
+        if uses:
+            _span(differences, min(uses), max(uses), tensor_bytes(value_of(hole)))
+    return differences
 
 
 def _span(differences: list[int], first: int, last: int, amount: int) -> None:

@@ -22,7 +22,7 @@ TOLERANCE = 0.05
 def balanced_cuts(
     order: CallOrder, num_stages: int, link: Link | None = None, num_microbatches: int | None = None
 ) -> tuple[CutPoint, ...]:
-    """Return the cuts with the smallest messages among those whose span is near the best.
+    """Return the cuts for which ranks exchange the least among those whose span is near the best.
 
     Near means within `TOLERANCE`. Every stage gets a call that costs something (a view alone is no stage)
     and, where the cuts allow it, a parameter to train: a rank without any has nothing for an optimizer.
@@ -57,7 +57,7 @@ def balanced_cuts(
     line = Line(
         [*(cut.work_before for cut in cuts), order.total],
         [link.transfer_ns(cut.live_bytes) if link else 0 for cut in cuts],
-        [(cut.live_bytes, cut.depth) for cut in cuts],
+        [_price(cut) for cut in cuts],
         num_stages,
         num_microbatches,
         [*(cut.trained_before for cut in cuts), order.trained],
@@ -84,9 +84,17 @@ def _best_per(cuts: Sequence[CutPoint], key: Callable[[CutPoint], int]) -> list[
     best: dict[int, CutPoint] = {}
     for cut in cuts:
         old = best.setdefault(key(cut), cut)
-        if (cut.live_bytes, cut.depth) < (old.live_bytes, old.depth):
+        if _price(cut) < _price(old):
             best[key(cut)] = cut
     return [best[value] for value in sorted(best)]
+
+
+def _price(cut: CutPoint) -> tuple[int, int]:
+    """Return what ranks exchange for a cut in bytes, and its depth.
+
+    A parameter whose uses are divided counts once: its gradients are summed over ranks once a step.
+    """
+    return cut.live_bytes + cut.divided_bytes, cut.depth
 
 
 def named_cuts(order: CallOrder, split_points: Sequence[str], num_stages: int) -> tuple[CutPoint, ...]:

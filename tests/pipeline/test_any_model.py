@@ -168,6 +168,10 @@ def in_place(m: Calls, x: Tensor) -> Tensor:
     return m.third(F.leaky_relu(z, inplace=True))
 
 
+def expanded_gradient(m: Calls, x: Tensor) -> Tensor:
+    return m.second(m.first(x)) + m.b.sum()
+
+
 def checkpointed(m: Calls, x: Tensor) -> Tensor:
     y = checkpoint(lambda v: torch.tanh(m.first(v)), x, use_reentrant=False)
     return m.third(checkpoint(lambda v: F.gelu(m.second(v)) @ m.a, y, use_reentrant=True))
@@ -231,7 +235,8 @@ MODELS: dict[str, tuple[Any, Callable[[], Tensor], dict[str, Any]]] = {
     "experts": (Experts, lambda: batch_of(SIZE), {"stages": 2}),
     "complex": (Complex, lambda: batch_of(SIZE), {"stages": 3}),
     "functions": (functions, lambda: batch_of(SIZE), {"stages": 3}),
-    "in-place": (in_place, lambda: batch_of(SIZE), {"stages": 2, "inexact": "a parameter of two stages"}),
+    "in-place": (in_place, lambda: batch_of(SIZE), {"stages": 2, "split_points": ["third"]}),
+    "expanded gradient": (expanded_gradient, lambda: batch_of(SIZE), {"stages": 2}),
     "checkpoint": (checkpointed, lambda: batch_of(SIZE), {"stages": 3}),
     "autocast": (autocast, lambda: batch_of(SIZE), {"stages": 3}),
     "no-grad": (
@@ -249,6 +254,7 @@ def test_three_steps(name: str) -> None:
     model = build() if isinstance(build, type) else Calls(build)
     stages, microbatches = options["stages"], 3
     order = {"schedule": in_order(stages, microbatches)} if "ordered" in options else {}
+    cuts = {"split_points": options["split_points"]} if "split_points" in options else {}
     assert_right(
         model,
         batch(),
@@ -259,6 +265,7 @@ def test_three_steps(name: str) -> None:
         optimizer=adamw if build is not Complex else sgd,
         exact="inexact" not in options,
         **order,
+        **cuts,
     )
 
 

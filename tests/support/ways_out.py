@@ -72,6 +72,7 @@ def make_pipeline(**options: Any) -> zbcompile.Pipeline:
             "verify": False,
             "stall_limit": LIMIT_S,
             "num_stages": RANKS,
+            "split_points": [f"linear.{k}" for k in range(1, RANKS)],
             **options,
         },
     )
