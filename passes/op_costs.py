@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from zbcompile.errors import UsageError
 from zbcompile.passes.nodes import is_getitem
-from zbcompile.passes.ops import facts, namespace
+from zbcompile.passes.ops import aten_name, facts, namespace
 from zbcompile.passes.provenance import source_of
 from zbcompile.passes.torch_private import OpOverload, schema, tree_leaves, tree_map, upper_bound
 from zbcompile.schedule.devices import DEVICES, Device
@@ -207,7 +207,7 @@ def _function(target: object, kwargs: Mapping[str, object]) -> str:
     """Return the name of the element-wise function, with its backward and its variants under one name."""
     if kwargs.get("approximate") == "tanh":
         return "tanh"
-    return facts(target).function or str(target).removeprefix("aten.").split(".")[0]
+    return facts(target).function or aten_name(target)
 
 
 def _num_bytes(value: Tensor) -> int:

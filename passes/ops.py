@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["Form", "Formula", "OpFacts", "Strides", "facts", "namespace"]
+__all__ = ["Form", "Formula", "OpFacts", "Strides", "aten_name", "facts", "namespace"]
 
 Formula = Callable[..., int]
 """The arguments of a call, and its result as ``out_val`` --> floating-point operations."""
@@ -30,8 +30,9 @@ Strides = Literal[
 ]  # fmt: skip
 """How the CPU's kernel lays its result out (see `kernel_strides`); empty: torch's tags tell."""
 
-Form = Literal["", "alias", "copy", "power", "view", "expand", "swap", "permute"]
-"""What a call that computes nothing does: ``power`` with an exponent of 1, ``swap`` of two dimensions."""
+Form = Literal["", "alias", "copy", "power", "view", "expand", "swap", "permute", "pad"]
+"""What a call that computes nothing does: ``power`` with an exponent of 1, ``swap`` of two dimensions, and
+``pad``, which puts zeros around a slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +67,18 @@ class OpFacts:
         Draws only at a dropout rate (its fifth argument, ``dropout_p``) above 0.
     writes_statistics
         Writes to its fourth and fifth arguments where its sixth (training) is true.
+    ignores_statistics
+        Does not read its fourth and fifth arguments (running statistics) where its eighth (training) is true.
+    assigns
+        Writes its second argument over its first.
     writes_no_data
         Its schema says that it changes its argument; no number changes.
     impure
         Has an effect, or a result that its arguments do not determine.
     check
         Only raises: a joint graph drops it where nothing reads it.
+    checks_metadata
+        Only raises where dtype, device or layout of a tensor are not as told: a captured graph drops it.
     commutes
         Gives the same bits with its two arguments exchanged, if they are real.
     by_scalar
@@ -88,6 +95,8 @@ class OpFacts:
         May or may not keep the layout of an argument that is not contiguous.
     any_order
         Adds in no fixed order on CUDA: ``torch.use_deterministic_algorithms`` lists it.
+    sums_weights_traced
+        While traced, adds up class weights in another way if it takes a mean with label smoothing.
     """
 
     flops: Formula | None = None
@@ -103,9 +112,12 @@ class OpFacts:
     idle_in_eval: bool = False
     random_by_rate: bool = False
     writes_statistics: bool = False
+    ignores_statistics: bool = False
+    assigns: bool = False
     writes_no_data: bool = False
     impure: bool = False
     check: bool = False
+    checks_metadata: bool = False
     commutes: bool = False
     by_scalar: bool = False
     rounds_once: bool = False
@@ -115,6 +127,7 @@ class OpFacts:
     dense: bool = False
     own_layout: bool = False
     any_order: bool = False
+    sums_weights_traced: bool = False
 
 
 def namespace(target: object) -> str:
@@ -122,8 +135,15 @@ def namespace(target: object) -> str:
     return target.namespace if isinstance(target, torch._ops.OpOverload) else ""
 
 
+def aten_name(target: object) -> str:
+    """``aten.linalg_solve.default --> linalg_solve``; empty for what is no operator of aten."""
+    return str(target).split(".")[1] if namespace(target) == "aten" else ""
+
+
 def facts(target: object) -> OpFacts:
-    """Return the facts of what a node calls."""
+    """Return the facts of what a node calls; a name of another kind of node has none."""
+    if isinstance(target, str):
+        return OpFacts()
     formula = flop_registry.get(getattr(target, "overloadpacket", None))
     return _facts(str(target).removeprefix("aten."), formula)
 
@@ -253,6 +273,7 @@ _FORMS: tuple[tuple[Form, str], ...] = (
     ("expand", "expand.default"),
     ("swap", "t.default transpose.int"),
     ("permute", "permute.default"),
+    ("pad", "slice_backward.default"),
 )
 
 _INTO: tuple[tuple[str, str], ...] = (
@@ -273,9 +294,12 @@ _HOLDS: Mapping[str, str] = {
     "idle_in_eval": "dropout feature_dropout alpha_dropout",
     "random_by_rate": "scaled_dot_product_attention",
     "writes_statistics": "batch_norm instance_norm",
+    "ignores_statistics": "native_batch_norm_backward.default",
+    "assigns": "copy_",
     "writes_no_data": "detach_",
     "impure": "empty* new_empty* _assert* sym_constrain* _linalg_check_errors*",
     "check": "_assert_* sym_constrain_range*",
+    "checks_metadata": "_assert_tensor_metadata.default",
     "commutes": "add.Tensor mul.Tensor",
     "by_scalar": "div.Scalar mul.Scalar",
     "rounds_once": """
@@ -294,5 +318,6 @@ _HOLDS: Mapping[str, str] = {
         *scatter_reduce* *grid_sampler* *upsample* *max_pool3d* *adaptive_avg_pool* *cumsum*
         *scaled_dot_product* *flash_attention* *efficient_attention* *convolution_backward* *ctc_loss*
     """,
+    "sums_weights_traced": "cross_entropy_loss",
 }
 """What holds for which operators: names of packets (all overloads) or overloads; ``*`` is any text."""

@@ -25,6 +25,7 @@ from torch.fx.node import Argument
 from zbcompile.passes.aliasing import changed_arguments, is_random
 from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.nodes import is_getitem, value_of
+from zbcompile.passes.ops import aten_name
 from zbcompile.passes.torch_private import OpOverload
 
 __all__ = ["fold_constant_masks", "is_mask_of_transformers"]
@@ -149,7 +150,7 @@ def _before_repeat(node: Argument) -> Node | None:
     """Return x, if ``node`` is transformers' repeat_kv of x: (b, heads, s, d) -> (b, heads * n, s, d)."""
     chain: list[str] = []
     while isinstance(node, Node) and node.op == "call_function" and len(chain) < 8:
-        name = str(node.target).split(".")[1] if str(node.target).startswith("aten.") else ""
+        name = aten_name(node.target)
         if name not in _REPEATS:
             return None
         chain.append(name)

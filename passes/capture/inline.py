@@ -27,6 +27,7 @@ from zbcompile.passes.aliasing import StorageGroups, viewed_arguments
 from zbcompile.passes.capture.captured import Region, Role
 from zbcompile.passes.capture.refusals import refuse_changed_state
 from zbcompile.passes.nodes import is_getitem
+from zbcompile.passes.ops import facts
 from zbcompile.passes.provenance import provenance_of
 
 __all__ = ["inline"]
@@ -74,7 +75,7 @@ class _Copier:
             if node.op == "output":
                 results: Argument = torch.fx.map_arg(node.args[0], lambda n: values[n])
                 return results
-            if node not in values and not _is_metadata_check(node):
+            if node not in values and not facts(node.target).checks_metadata:
                 values[node] = self._copied(module, node, values, regions)
         return ()
 
@@ -105,10 +106,6 @@ class _Copier:
         return made
 
 
-def _is_metadata_check(node: Node) -> bool:
-    return getattr(node.target, "__name__", "") == "_assert_tensor_metadata.default"
-
-
 def _clone_changed_batch(graph: Graph, roles: Mapping[str, Role]) -> None:
     """Give a model that changes its input in place a copy: the caller's batch stays as it is."""
     groups = StorageGroups(graph)
@@ -126,7 +123,7 @@ def _hoist_buffer_writes(graph: Graph, roles: Mapping[str, Role]) -> None:
     """Move ``buffer.copy_(new)`` up to where ``new`` is made, unless the buffer is used in between."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        if str(node.target) != "aten.copy_.default" or node.users:
+        if not facts(node.target).assigns or node.users:
             continue
         buffer, new = node.args[0], node.args[1]
         if not isinstance(new, Node) or buffer.op != "placeholder" or roles[buffer.name].kind != "buffer":
@@ -134,7 +131,7 @@ def _hoist_buffer_writes(graph: Graph, roles: Mapping[str, Role]) -> None:
         uses = [user for user in buffer.users if user is not node]
         if any(viewed_arguments(user) for user in uses):
             continue
-        only_detached = str(new.target) == "aten.detach.default" and len(new.users) == 1
+        only_detached = facts(new.target).form == "alias" and len(new.users) == 1
         made = cast("Node", new.args[0]) if only_detached else new
         last = max([made, *uses], key=lambda n: position[n])
         if position[last] < position[node] and last.op != "placeholder":

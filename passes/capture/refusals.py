@@ -19,6 +19,7 @@ from zbcompile.passes.capture.captured import Role
 from zbcompile.passes.capture.state_guards import AttributeChanges
 from zbcompile.passes.capture.trace_guards import TraceGuard
 from zbcompile.passes.hooks import refused_kinds
+from zbcompile.passes.ops import facts
 from zbcompile.passes.provenance import MODEL_PREFIX, is_own_file, is_torch_file, source_of
 
 __all__ = ["explain", "refuse_changed_state", "refuse_kept_tensors", "refuse_wrappers"]
@@ -204,7 +205,7 @@ def refuse_changed_state(graph: Graph, roles: Mapping[str, Role]) -> None:
 def _refuse_checkpointed(name: str, changes: Sequence[Node]) -> None:
     """Refuse a buffer that changes inside a checkpoint, in place or by an assignment."""
     for change in changes:
-        made = change.all_input_nodes[1:] if "aten.copy_" in str(change.target) else []
+        made = change.all_input_nodes[1:] if facts(change.target).assigns else []
         if any(torch_private.in_checkpoint(node) for node in (change, *made)):
             raise CaptureError(
                 f"the forward changes buffer {name!r} inside torch.utils.checkpoint: eager changes it again "

@@ -102,7 +102,7 @@ class _Slices:
 
     def joined(self, graph: Graph, node: Node) -> Node | None:
         """Return the concatenation, once ``node`` adds the last slice."""
-        if node.target is aten.slice_backward.default:
+        if facts(node.target).form == "pad":
             self._terms[node] = [node]
         if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
             return None

@@ -20,15 +20,13 @@ from torch import Tensor
 from torch.fx import Node
 
 from zbcompile.passes.joint.graph_facts import node_argument
+from zbcompile.passes.ops import facts
 from zbcompile.passes.torch_private import JointGraph
 
 __all__ = ["GradientLayout", "arriving_layout", "in_layout", "remove_layout_copies"]
 
 GradientLayout = tuple[int, ...]
 """Dimensions from the slowest to the fastest in memory."""
-
-_PERMUTE = torch.ops.aten.permute.default
-_CLONE = torch.ops.aten.clone.default
 
 
 def arriving_layout(traced: Tensor, arriving: Sequence[Tensor]) -> GradientLayout | None:
@@ -70,16 +68,20 @@ def remove_layout_copies(joint: JointGraph, layouts: Mapping[int, GradientLayout
     """Remove from the joint graph, in place, what `in_layout` did to the outputs in ``layouts``."""
     for position in layouts:
         value = joint.outputs[position]
-        while value.target is not _CLONE:
+        while facts(value.target).form != "copy":
             value = node_argument(value, 0)
         joint.outputs[position] = node_argument(node_argument(value, 0), 0)
     for node in list(joint.module.graph.nodes):
-        source = node.args[0] if node.target is _PERMUTE else None
-        if isinstance(source, Node) and source.target is _PERMUTE and _undoes(node, source):
+        source = node.args[0] if _is_permute(node) else None
+        if isinstance(source, Node) and _is_permute(source) and _undoes(node, source):
             before = node_argument(source, 0)
             node.replace_all_uses_with(before)
             for role in (joint.outputs, joint.mutations, joint.gradients):
                 role.update({key: before for key, value in role.items() if value is node})
+
+
+def _is_permute(node: Node) -> bool:
+    return facts(node.target).form == "permute"
 
 
 def _undoes(second: Node, first: Node) -> bool:

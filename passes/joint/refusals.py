@@ -8,6 +8,7 @@ from torch.fx import Node
 
 from zbcompile.errors import SplitError, ZBCompileError
 from zbcompile.passes.joint.replay import Replay
+from zbcompile.passes.ops import aten_name
 from zbcompile.passes.provenance import module_path_of, source_of
 
 __all__ = ["explain_split"]
@@ -55,8 +56,7 @@ def _is_step_of(step: str, name: str) -> bool:
 
 def _plain_name(node: Node) -> str:
     """``aten.linalg_solve.default --> linalg_solve``."""
-    name = str(node.target)
-    return name.split(".")[1] if name.startswith("aten.") else getattr(node.target, "__name__", name)
+    return aten_name(node.target) or getattr(node.target, "__name__", str(node.target))
 
 
 def _place(node: Node | None) -> str:

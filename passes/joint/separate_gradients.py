@@ -51,7 +51,7 @@ def separate_convolutions(joint: JointGraph) -> None:
 def drop_running_statistics(joint: JointGraph) -> None:
     """Leave the running statistics out of batch norm's backward in training mode, in place."""
     for node in joint.module.graph.nodes:
-        if str(node.target) == "aten.native_batch_norm_backward.default" and node.args[7]:
+        if facts(node.target).ignores_statistics and node.args[7]:
             node.args = (*node.args[:3], None, None, *node.args[5:])
 
 

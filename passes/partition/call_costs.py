@@ -28,7 +28,7 @@ from zbcompile.passes.aliasing import StorageGroups, changed_arguments
 from zbcompile.passes.capture.captured import Captured, Region
 from zbcompile.passes.nodes import is_getitem, value_of
 from zbcompile.passes.op_costs import OpCount, count_call, count_node, has_bounds, op_ns
-from zbcompile.passes.ops import facts
+from zbcompile.passes.ops import facts, namespace
 from zbcompile.passes.partition.balance import Work
 from zbcompile.passes.torch_patches import joint_trace_patched
 from zbcompile.passes.torch_private import (
@@ -303,7 +303,7 @@ def _gradients_on(node: Node) -> bool:
 
 def _runs_alone(node: Node) -> bool:
     """Return whether a call can run apart from the others on tensors like its arguments."""
-    if not isinstance(node.target, OpOverload) or str(node.target).startswith("zbcompile."):
+    if not isinstance(node.target, OpOverload) or namespace(node.target) == "zbcompile":
         return False
     return not facts(node.target).whole and all(map(_is_plain, (node, *node.all_input_nodes)))
 

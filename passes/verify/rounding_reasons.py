@@ -100,8 +100,9 @@ def _has_smoothed_weights(staged: StagedModel) -> bool:
 
     Eager adds the weights of the targets that count; under a tensor subclass torch adds zeros for the others.
     """
-    target = torch.ops.aten.cross_entropy_loss.default
-    for call in staged.captured.module.graph.find_nodes(op="call_function", target=target):
+    for call in staged.captured.module.graph.nodes:
+        if not facts(call.target).sums_weights_traced:
+            continue
         given = dict(zip(_CROSS_ENTROPY, call.args, strict=False)) | call.kwargs
         is_mean = given.get("reduction", 1) == 1
         if is_mean and given.get("weight") is not None and given.get("label_smoothing", 0.0) != 0.0:
