@@ -2,9 +2,9 @@
 
 Giffler and Thompson (Operations Research 8, 1960): of the rank that could complete something first, the
 dispatch runs the action with the smallest key among those that could start before that. An F leaves headroom
-for what may follow at once: one F of every deeper stage of its rank that still has F's, then their B's and its
-own, the deepest first, each with its W. In a chain of stages memory therefore never locks up, and nothing that
-fits one microbatch after the other is held back (`zbcompile.schedule.memory` says what they hold).
+for what may follow at once: one F of every deeper stage of its rank that still has F's, then their B's and
+its own, the deepest first, each with its W. In a chain of stages memory therefore never locks up, and nothing
+that fits one microbatch after the other is held back (`zbcompile.schedule.memory` says what they hold).
 """
 
 from __future__ import annotations
