@@ -213,3 +213,15 @@ def test_the_command_names_the_rewrite(
     err = capsys.readouterr().err
     assert "has no function other" in err
     assert "Traceback" not in err
+
+
+def test_the_command_ends_with_2_where_the_model_cannot_be_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1 says that a value is wrong: a script that asks must not take a refusal for it."""
+    path = tmp_path / "nets.py"
+    path.write_text(FACTORY)
+    assert main(["bisect", f"{path}:net", "--stages", "50"]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "50 stages wanted" in err

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,7 @@ from zbcompile.planner.starts.stretch import short_instance, stretch
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.least_memory import least_headroom
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
 
@@ -108,6 +110,26 @@ def test_dispatch_fits_and_finishes_under_any_keys(seed: int) -> None:
     codes = Dispatcher(instance).run(
         keys, [instance.num_microbatches] * instance.num_stages, rng.choice((0, 50, 100))
     )
+    assert codes is not None
+    check(to_schedule(codes, problem), problem)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_dispatch_finishes_under_the_least_caps_where_b_keeps_more_than_it_frees(seed: int) -> None:
+    """Several stages per rank and M_W > M_B: room for all F's and one B at a time is enough."""
+    problem, rng = some_problem(seed)
+    stages = tuple(
+        replace(stage, saved_for_weight_bytes=stage.saved_bytes + rng.randint(0, 6))
+        for stage in problem.profile.stages
+    )
+    problem = problem.with_(profile=replace(problem.profile, stages=stages))
+    least = (least_headroom(problem, rank, fusing=False) for rank in range(problem.num_ranks))
+    problem = problem.with_(caps=tuple(need + rng.choice((0, 0, 1, 5)) for need in least))
+    instance = Instance.of(problem)
+    m = instance.num_microbatches
+    keys = [rng.randint(0, 50) for _ in range(3 * instance.num_stages * m)]
+    codes = Dispatcher(instance).run(keys, [m] * instance.num_stages, rng.choice((0, 50, 100)))
     assert codes is not None
     check(to_schedule(codes, problem), problem)
 

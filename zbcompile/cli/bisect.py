@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from zbcompile.cli.inputs import check_directory
 from zbcompile.cli.shared_options import positive, words
+from zbcompile.errors import ZBCompileError
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.streams import check_output, say, write_output
 
@@ -45,18 +46,22 @@ def run(arguments: argparse.Namespace) -> int:
     from zbcompile.compiler.bisect import bisect
 
     made = factory.build(arguments.factory)
-    found = bisect(
-        made.model,
-        arguments.stages,
-        made.args,
-        made.kwargs,
-        target=None if made.loss_fn is None else made.target,
-        loss_fn=made.loss_fn,
-        split_points=arguments.split_points and arguments.split_points.split(","),
-        recompute=arguments.recompute,
-        backend=arguments.backend,
-        report=_say,
-    )
+    try:
+        found = bisect(
+            made.model,
+            arguments.stages,
+            made.args,
+            made.kwargs,
+            target=None if made.loss_fn is None else made.target,
+            loss_fn=made.loss_fn,
+            split_points=arguments.split_points and arguments.split_points.split(","),
+            recompute=arguments.recompute,
+            backend=arguments.backend,
+            report=_say,
+        )
+    except ZBCompileError as error:
+        say(f"zbcompile bisect: {error}")
+        return 2
     write_output(format_json(_figures(found)) if arguments.json else f"{found}\n")
     return 0 if found.fault is None else 1
 

@@ -2,8 +2,9 @@
 
 Giffler and Thompson (Operations Research 8, 1960): of the rank that could complete something first, the
 dispatch runs the action with the smallest key among those that could start before that. An F leaves headroom
-for its own B and for one F and B of every deeper stage of its rank that still has F's, so memory never locks
-up (`zbcompile.schedule.memory` says what they hold).
+for what may follow at once: one F of every deeper stage of its rank that still has F's, then their B's and
+its own, the deepest first, each with its W. In a chain of stages memory therefore never locks up, and nothing
+that fits one microbatch after the other is held back (`zbcompile.schedule.memory` says what they hold).
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ def _candidate(
                 if kind == 0:
                     if done[s] - done[S + s] >= in_flight[s]:
                         continue
-                    reserve = t.memory[code] + t.peak[S + s]
+                    forwards, most = t.memory[code], max(t.peak[code], t.memory[code] + t.peak[S + s])
                     for d in range(e + 1, t.own_at[r + 1]):
                         if done[t.own[d]] < m:
-                            reserve += t.memory[t.own[d]] + t.peak[S + t.own[d]]
-                    if held[r] + max(t.peak[code], reserve) > t.headroom[r]:
+                            forwards += t.memory[t.own[d]]
+                            most = max(most, forwards + t.peak[S + t.own[d]])
+                    if held[r] + most > t.headroom[r]:
                         continue
                     blocked = False
                     for a in range(t.forward_at[s], t.forward_at[s + 1]):
