@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from zbcompile.errors import UsageError
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
-from zbcompile.schedule.ir import Placement, Schedule
+from zbcompile.schedule.ir import PLACEMENTS, Placement, Schedule
 from zbcompile.schedule.limits import check_seed
 from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS
 from zbcompile.schedule.solution import Solution
@@ -27,7 +27,6 @@ __all__ = [
     "BatchDim",
     "CompileOptions",
     "MemoryLimit",
-    "PlacementName",
     "argument_places",
     "batch_dims",
 ]
@@ -40,8 +39,7 @@ BatchDim = int | tuple[tuple[str | int, int | None], ...]
 
 OTHER_SHAPES = ("plan", "refuse")
 
-PlacementName = Literal["auto", "linear", "looped", "v"]
-NAMED_PLACEMENTS: tuple[PlacementName, ...] = ("auto", "linear", "looped", "v")
+NAMED_PLACEMENTS = ("auto", *PLACEMENTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +87,7 @@ class CompileOptions:
     loss_fn: Callable[..., Tensor] | None = None
     num_microbatches: int | None = None
     memory_limit: MemoryLimit = None
-    placement: PlacementName | Placement = "auto"
+    placement: str | Placement = "auto"
     objective: str = "span"
     transport: str = TRANSPORTS[0]
     profile: Profile | Device | None = None

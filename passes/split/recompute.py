@@ -13,11 +13,14 @@ from zbcompile.passes.nodes import value_of
 from zbcompile.passes.op_costs import is_heavy, node_ns
 from zbcompile.schedule.devices import Device
 
-__all__ = ["Recompute", "check_recompute", "recompute_price", "recompute_seconds"]
+__all__ = ["POLICIES", "Recompute", "check_recompute", "recompute_price", "recompute_seconds"]
 
 Recompute = str | float
 """``"none"``, ``"min_memory"`` (no heavy call twice), ``"full"`` (anything but random draws twice), or a
 price: bytes that one second of recompute must save."""
+
+POLICIES = ("none", "min_memory", "full")
+"""The named ones, from the one that holds most to the one that holds least."""
 
 FUSED_SHARE = 0.1
 """Of its time in eager, what an element-wise call costs when inductor fuses it into its user."""
@@ -28,12 +31,13 @@ def check_recompute(recompute: Recompute) -> None:
     if isinstance(recompute, int | float) and not isinstance(recompute, bool):
         known = recompute >= 0
     else:
-        known = recompute in ("none", "min_memory", "full")
+        known = recompute in POLICIES
     if not known:
+        named = ", ".join(f'"{name}"' for name in POLICIES)
         raise UsageError(
             "unknown recompute",
             given=recompute,
-            fix='use "none", "min_memory", "full" or a price in bytes per second',
+            fix=f"use {named} or a price in bytes per second",
         )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from zbcompile.errors import UsageError
+from zbcompile.planner.variants import cheapest
 from zbcompile.schedule.coarsen import coarsened
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -24,6 +25,21 @@ def test_joining_stages_keeps_work_bytes_and_messages() -> None:
     assert [s.static_bytes for s in coarse.profile.stages] == [3, 7]
     assert coarse.profile.edges == (Edge(0, 1, 12, 3, True),)
     assert coarse.caps == (50, 50)
+
+
+def test_no_cost_of_a_stage_is_lost() -> None:
+    """Whatever costs a stage has: joined they add up, and the cheapest way to run has the least of each."""
+    names = [cost.name for cost in fields(StageCost) if cost.type == "int"]
+    one = StageCost(**{name: 3 + 2 * k for k, name in enumerate(names)})
+    other = StageCost(**{name: 40 - 5 * k for k, name in enumerate(names)})
+    together = Placement((0, 0))
+    joined = coarsened(Problem.of(Profile((one, other)), together), together).profile.stages[0]
+    least = cheapest(replace(one, variants=(replace(other, static_bytes=99),)))
+    assert len(names) >= 7
+    for name in names:
+        a, b = getattr(one, name), getattr(other, name)
+        assert getattr(joined, name) == a + b
+        assert getattr(least, name) == (a if name == "static_bytes" else min(a, b))
 
 
 def test_every_joined_stage_pays_the_host_overhead_that_its_stages_pay() -> None:

@@ -20,7 +20,15 @@ from zbcompile.planner.starts.list_schedule import Recipe, list_schedule
 from zbcompile.schedule.check import faults
 from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.ir import Action, Kind, Schedule
-from zbcompile.schedule.memory import Uses, memory_after, memory_during, memory_peaks, uses_of
+from zbcompile.schedule.memory import (
+    Memory,
+    Uses,
+    in_a_row,
+    memory_after,
+    memory_during,
+    memory_peaks,
+    uses_of,
+)
 from zbcompile.schedule.one_microbatch import OneMicrobatch
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
@@ -110,6 +118,19 @@ def test_what_one_stage_needs() -> None:
         4,
     ]
     assert Uses.of_bytes(0, 2).most_in_flight(0, 4) == 4
+
+
+@given(st.integers(0, 9), st.integers(0, 9))
+def test_relaxed_bytes_let_nothing_fit_less(saved: int, pending: int) -> None:
+    """Splitting a BW holds no more, and F, B, W hold no more than before at any time."""
+    memory = Memory.of_bytes([saved], [pending])
+    before, relaxed = memory.uses[0], memory.relaxed().uses[0]
+    assert not relaxed.split_holds_more
+    assert in_a_row(relaxed.backward_input, relaxed.backward_weight) == in_a_row(before.full_backward)
+    for end in (1, 2, 3):
+        (held, most), (held_before, most_before) = (in_a_row(*uses[:end]) for uses in (relaxed, before))
+        assert held <= held_before
+        assert most <= most_before
 
 
 def test_of_several_stages_per_rank_the_peak_is_the_sum() -> None:

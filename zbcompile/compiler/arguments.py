@@ -13,7 +13,7 @@ from zbcompile.formats import folders, profile_json
 from zbcompile.formats.checkpoint_json import PLAN_FILE
 from zbcompile.formats.detect import load_schedule
 from zbcompile.formats.files import read_text
-from zbcompile.options import MemoryLimit, PlacementName
+from zbcompile.options import MemoryLimit
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
 from zbcompile.schedule.ir import Placement, Schedule
@@ -47,10 +47,10 @@ def limits_of(limit: int | Sequence[int | None] | None) -> MemoryLimit:
     return tuple(limit) if isinstance(limit, list) else cast(MemoryLimit, limit)
 
 
-def placement_of(placement: str | Placement | Sequence[int]) -> PlacementName | Placement:
+def placement_of(placement: str | Placement | Sequence[int]) -> str | Placement:
     """Return a placement or its name; a sequence gives the rank of each stage."""
     if isinstance(placement, str | Placement):
-        return cast("PlacementName | Placement", placement)
+        return placement
     return Placement(tuple(placement))
 
 

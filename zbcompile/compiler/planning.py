@@ -16,6 +16,7 @@ from zbcompile.formats import schedule_json
 from zbcompile.options import CompileOptions
 from zbcompile.passes.profile.counted import counted_profile
 from zbcompile.passes.profile.measure import edges_of, measure
+from zbcompile.passes.split.recompute import POLICIES
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.runtime.gradients import sum_dtype, tied_holders
 from zbcompile.runtime.group import PipelineGroup
@@ -132,9 +133,9 @@ def _less_memory(error: InfeasibleError, options: CompileOptions) -> InfeasibleE
     """Return the error with the ways out that `compile` has."""
     ways = [f"raise memory_limit to {error.needed} bytes on {error.where}"]
     if not isinstance(options.profile, Profile):
-        ways += {"none": ['recompute="min_memory" or "full"'], "min_memory": ['recompute="full"']}.get(
-            str(options.recompute), []
-        )
+        if options.recompute in POLICIES[:-1]:
+            leaner = POLICIES[POLICIES.index(str(options.recompute)) + 1 :]
+            ways.append("recompute=" + " or ".join(f'"{name}"' for name in leaner))
         ways.append("cut the batch into more microbatches")
     return InfeasibleError(
         error.what, where=error.where, needed=error.needed, given=error.given, fix=", or ".join(ways)

@@ -63,16 +63,8 @@ def cheapest(stage: StageCost) -> StageCost:
     `zbcompile.planner.certify.certificate` computes the same from a witness, in code of its own: a fault here
     must not vouch for itself there.
     """
-    ways = (stage, *stage.variants)
-    return StageCost(
-        min(w.forward_ns for w in ways),
-        min(w.backward_input_ns for w in ways),
-        min(w.backward_weight_ns for w in ways),
-        min(w.full_backward_ns for w in ways),
-        min(w.saved_bytes for w in ways),
-        min(w.saved_for_weight_bytes for w in ways),
-        stage.static_bytes,
-    )
+    least = StageCost.combined((stage, *stage.variants), min)
+    return replace(least, static_bytes=stage.static_bytes)
 
 
 def bound_of(problem: Problem) -> Bound:

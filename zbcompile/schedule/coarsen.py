@@ -65,13 +65,11 @@ def _joined(stages: list[StageCost], overhead_ns: int) -> StageCost:
     """Return one stage that costs what several neighbours cost together."""
     if len(stages) == 1:
         return stages[0]
-    more = (len(stages) - 1) * overhead_ns
-    return StageCost(
-        sum(s.forward_ns for s in stages) + more,
-        sum(s.backward_input_ns for s in stages) + more,
-        sum(s.backward_weight_ns for s in stages) + more,
-        sum(s.full_backward_ns for s in stages) + more,
-        sum(s.saved_bytes for s in stages),
-        sum(s.saved_for_weight_bytes for s in stages),
-        sum(s.static_bytes for s in stages),
+    total, more = StageCost.combined(stages, sum), (len(stages) - 1) * overhead_ns
+    return replace(
+        total,
+        forward_ns=total.forward_ns + more,
+        backward_input_ns=total.backward_input_ns + more,
+        backward_weight_ns=total.backward_weight_ns + more,
+        full_backward_ns=total.full_backward_ns + more,
     )

@@ -6,7 +6,7 @@ With integers the integer program is exact, JSON is exact, and tests compare wit
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import itemgetter
 
@@ -87,6 +87,15 @@ class StageCost:
             saved_bytes,
             saved_for_weight_bytes,
         )
+
+    @staticmethod
+    def combined(costs: Iterable[StageCost], how: Callable[[list[int]], int]) -> StageCost:
+        """Return a stage each of whose times and bytes is the ``sum`` or ``min`` of those of some stages.
+
+        Name and variants are left out.
+        """
+        stages = tuple(costs)
+        return StageCost(**{name: how([getattr(stage, name) for stage in stages]) for name in _AMOUNTS})
 
     @property
     def work_ns(self) -> int:

@@ -147,6 +147,13 @@ class Memory:
         """Collect the tables of stages with other bytes than a problem's, as bounds assume them."""
         return Memory._of(tuple(saved), tuple(pending), tuple(map(Uses.of_bytes, saved, pending)))
 
+    def relaxed(self) -> Memory:
+        """Return bytes under which B directly followed by W holds no more than BW, and no order holds more.
+
+        M_W counts as min(M_B, M_W). Bounds over every choice of fusing take these.
+        """
+        return Memory.of_bytes(self.saved, tuple(map(min, self.saved, self.pending)))
+
     @staticmethod
     def _of(saved: tuple[int, ...], pending: tuple[int, ...], uses: tuple[Uses, ...]) -> Memory:
         kinds = tuple(zip(*uses, strict=True))

@@ -10,7 +10,7 @@ message has arrived, and before which of its actions::
 
 The event graph adds these waits, the planner's clock and the emitted program do them, and whether there are
 any decides which bounds, proofs and searches serve. A mode is data: a new one is one more object in
-`SEND_MODES`, and its name in the file schemas.
+`SEND_MODES`, from which formats, schemas and commands take the names.
 """
 
 from __future__ import annotations

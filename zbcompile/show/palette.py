@@ -23,7 +23,8 @@ _PAINT = {
     Kind.BACKWARD_WEIGHT: (("#2bb584", "#159668"), ("#84d8b8", "#5cc7a0")),
     Kind.FULL_BACKWARD: (("#d689b8", "#ba6a9c"), ("#ebbcd8", "#dea0c6")),
 }
-_ACTIVATION, _GRADIENT = "#4a9ede", "#f0a830"
+_ACTIVATION, _GRADIENT = _PAINT[Kind.FORWARD][0][0], _PAINT[Kind.BACKWARD_INPUT][0][0]
+"""Messages have the colour of what they bring."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,13 +128,11 @@ class Instance:
         """Return costs without fusing that undercut every choice of fusing: bounds for them hold for all.
 
         A BW of time D is a B of time min(TB, D) directly followed by a W of the rest: its gradient leaves no
-        later, and its memory is held no longer, so M_W counts as min(M_B, M_W).
+        later, and its memory is held no longer (`Memory.relaxed`).
         """
         backward = tuple(min(b, d) for b, d in zip(self.backward, self.fused, strict=True))
         weight = tuple(min(w, d - b) for w, d, b in zip(self.weight, self.fused, backward, strict=True))
-        pending = tuple(min(a, b) for a, b in zip(self.saved, self.pending, strict=True))
-        memory = Memory.of_bytes(self.saved, pending)
-        return replace(self, backward=backward, weight=weight, memory=memory)
+        return replace(self, backward=backward, weight=weight, memory=self.memory.relaxed())
 
     @property
     def saved(self) -> tuple[int, ...]:
