@@ -225,3 +225,13 @@ def test_the_command_ends_with_2_where_the_model_cannot_be_cut(
     out, err = capsys.readouterr()
     assert not out
     assert "50 stages wanted" in err
+
+
+def test_the_command_refuses_a_rewrite_that_is_left_out_already(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "nets.py"
+    path.write_text(FACTORY)
+    monkeypatch.setenv("ZBCOMPILE_SKIP", "simplify")
+    assert main(["bisect", f"{path}:net", "--stages", "2"]) == 2
+    assert "unset ZBCOMPILE_SKIP" in capsys.readouterr().err

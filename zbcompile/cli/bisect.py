@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from zbcompile.cli.inputs import check_directory
 from zbcompile.cli.shared_options import positive, words
-from zbcompile.errors import ZBCompileError
+from zbcompile.errors import UsageError, ZBCompileError
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.streams import check_output, say, write_output
 
@@ -44,9 +44,18 @@ def run(arguments: argparse.Namespace) -> int:
     check_output()
     from zbcompile.cli import factory
     from zbcompile.compiler.bisect import bisect
+    from zbcompile.passes.split.rewrites import skipped_from_environment
 
     made = factory.build(arguments.factory)
     try:
+        skipped = skipped_from_environment()
+        if skipped:
+            raise UsageError(
+                "bisect leaves out one rewrite after the other by itself",
+                where="ZBCOMPILE_SKIP",
+                given=", ".join(sorted(skipped)),
+                fix="unset ZBCOMPILE_SKIP",
+            )
         found = bisect(
             made.model,
             arguments.stages,
