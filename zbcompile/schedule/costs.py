@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import itemgetter
+from typing import Any
 
 from zbcompile.errors import UsageError
 
@@ -95,7 +96,8 @@ class StageCost:
         Name and variants are left out.
         """
         stages = tuple(costs)
-        return StageCost(**{name: how([getattr(stage, name) for stage in stages]) for name in _AMOUNTS})
+        costs_of: dict[str, Any] = {name: how([getattr(s, name) for s in stages]) for name in _AMOUNTS}
+        return StageCost(**costs_of)
 
     @property
     def work_ns(self) -> int:
