@@ -15,12 +15,17 @@ VOCABULARY = 61
 
 @dataclass(frozen=True)
 class Case:
-    """How to build a model, a microbatch and its loss."""
+    """How to build a model, a microbatch and its loss.
+
+    ``divided``: every cut divides the uses of a parameter, and a stage may have several of them. It adds those
+    up first, and then the stages' sums are added: another order than autograd's.
+    """
 
     build: Callable[[], nn.Module]
     batch: Callable[[], tuple[tuple[Any, ...], dict[str, Any], Any]]
     loss: Callable[..., Tensor] | None = None
     train: bool = True
+    divided: bool = False
 
 
 def tokens(length: int = 8, **extra: Any) -> Callable[[], tuple[tuple[Any, ...], dict[str, Any], Any]]:
@@ -149,7 +154,7 @@ TRANSFORMERS: dict[str, Case] = {
         labelled(),
     ),
     "albert": Case(
-        hugging("AlbertConfig", "AlbertForMaskedLM", embedding_size=16, **BERT), labelled()
+        hugging("AlbertConfig", "AlbertForMaskedLM", embedding_size=16, **BERT), labelled(), divided=True
     ),
     "t5": Case(
         hugging("T5Config", "T5ForConditionalGeneration", vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64,
