@@ -17,7 +17,7 @@ VOCABULARY = 61
 class Case:
     """How to build a model, a microbatch and its loss.
 
-    ``divided``: every cut divides the uses of a parameter, and a stage may have several of them. It adds those
+    ``divided``: every cut divides the uses of a parameter, and a stage may have several. It adds its own
     up first, and then the stages' sums are added: another order than autograd's.
     """
 
