@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,7 +168,30 @@ def compare(
     draws: Sequence[int],
     report: Callable[[str], None],
 ) -> Comparison:
-    """Train the untouched model with plain autograd in this process and compare."""
+    """Train the untouched model with plain autograd in this process and compare.
+
+    On one thread, as every process has one: with more, sums of norms' gradients run in another order.
+    """
+    with _one_thread():
+        return _compared(settings, records, draws, report)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _compared(
+    settings: Settings,
+    records: Sequence[dict[str, Any]],
+    draws: Sequence[int],
+    report: Callable[[str], None],
+) -> Comparison:
     model = gpt2(settings)
     optimizer = optimizer_of(model.parameters())
     table = model.get_input_embeddings().weight  # type: ignore[operator]
