@@ -250,3 +250,10 @@ def test_the_ablation_goes_on_where_its_log_ends(tmp_path: Path) -> None:
     text = "\n".join(ablate.table(plans))
     assert "| classic | 2 | 2 | 2 |" in text
     assert json.loads(lines[0])["row"] == rows[0].name
+
+
+def test_where_no_part_makes_a_first_order_none_is_fused_or_split() -> None:
+    """Under exchanges only one microbatch at a time is free of deadlock here before fusing is searched."""
+    (row,) = (row for row in ROWS if row.name == "sends 6.2B looped p=4 m=18 cap 1.5p batched")
+    with pytest.raises(NoOrderError):
+        plan(row.problem, time_limit_s=60, level=1, seed=1, without={"one_at_a_time"})

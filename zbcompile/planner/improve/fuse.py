@@ -102,6 +102,8 @@ class SplitOrFuse:
         elif self.whole:
             yield from search.whole_patterns()
             yield from search.list_schedules()
+        if not search.codes:  # the parts that make first orders were left out
+            return
         yield from search.ranges()
         yield from search.single_actions()
         yield from search.small_moves()
