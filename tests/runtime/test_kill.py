@@ -105,10 +105,9 @@ def wrong_with(point: KillPoint, outcome: Outcome, late: float) -> list[str]:
     slack = SLACK_S + WORK_S.get(point.phase, 0.0)
     if not own and late > LIMIT_S + slack * max(1.0, crowd):
         faults.append(f"ended {late:.1f} s after the signal: {text}")
-    if (
-        seen["again"] is not None
-        and seen["built"]
-        and seen["again"][0] not in ("PipelineError", "UsageError")
-    ):
+    # An interrupt between two calls fails none of them: the rank can go on, and its gradients are right.
+    untouched = own and kind == "KeyboardInterrupt" and not seen["failed"]
+    may_follow = ("PipelineError", "UsageError", *([""] if untouched else []))
+    if seen["again"] is not None and seen["built"] and seen["again"][0] not in may_follow:
         faults.append(f"then {seen['again']}")
     return faults

@@ -141,6 +141,7 @@ def live(
         seen = attempt(whole)
         ended = time.time()
         built = mine._compiled is not None
+        failed = mine.failed is not None
         again = attempt(step) if seen.kind else None
         attempt(mine.close)
         (run.folder / f"ended-{rank}").touch()
@@ -149,6 +150,7 @@ def live(
         "text": seen.text,
         "at": ended,
         "built": built,
+        "failed": failed,
         "right": right[0],
         "again": None if again is None else (again.kind, again.text),
     }
