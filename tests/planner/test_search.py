@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.planner_cases import random_placement, random_problem
+from tests.support.planner_cases import random_placement, random_problem, v_problem
 from zbcompile.planner.core.dispatch import Dispatcher
 from zbcompile.planner.core.instance import Instance, to_codes, to_schedule
+from zbcompile.planner.core.latest_starts import latest_row_starts
 from zbcompile.planner.core.score import evaluate, fits
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.improve.anneal import Annealer
@@ -191,6 +192,32 @@ def test_a_stretched_order_keeps_its_bubble() -> None:
     assert measured[1] - instance.work(0) <= solution.certificate.value_ns - short_instance(
         instance, 12
     ).work(0)
+
+
+def test_fused_backwards_are_stretched() -> None:
+    """DualPipeV made for 24 microbatches: the same bubble with 60."""
+    problem = v_problem(4, 60, 4 * 34 * 3)
+    instance, short = Instance.of(problem), problem.with_(num_microbatches=24)
+    codes = dict(classic.orders_for(short))["DualPipeV"]
+    found = stretch(instance, codes, 24, Scorer(instance))
+    before = evaluate(Instance.of(short), codes)
+    after = evaluate(instance, found[0])
+    assert before is not None
+    assert after is not None
+    assert after[0] - instance.work(0) == before[0] - short_instance(instance, 24).work(0)
+
+
+@pytest.mark.parametrize("name", ["V-Half", "DualPipeV"])
+def test_latest_starts_leave_every_rank_its_span(name: str) -> None:
+    """The ends and first starts of all ranks are those of the clock."""
+    problem = v_problem(4, 20, 4 * 34 * 3)
+    instance = Instance.of(problem)
+    codes = dict(classic.orders_for(problem))[name]
+    starts, timeline = latest_row_starts(instance, codes), simulate(to_schedule(codes, problem), problem)
+    times = (instance.forward, instance.backward, instance.weight, instance.fused)
+    ends = [begins[-1] + times[row[-1][0]][row[-1][1]] for begins, row in zip(starts, codes, strict=True)]
+    assert tuple(ends) == timeline.rank_end
+    assert tuple(begins[0] for begins in starts) == timeline.latest_start
 
 
 @pytest.mark.parametrize("objective", ["span", "makespan"])

@@ -22,7 +22,7 @@ from zbcompile.schedule.problem import Problem
 
 
 def folded_classic(name: str, p: int, m: int, latency: int = 754) -> tuple[Instance, Folded]:
-    problem = v_problem(p, m, p * 34 * 2, latency)
+    problem = v_problem(p, m, p * 34 * 3, latency)
     instance = Instance.of(problem)
     codes = dict(classic.orders_for(problem))[name]
     folded = fold(instance, codes, Scorer(instance))
@@ -31,7 +31,7 @@ def folded_classic(name: str, p: int, m: int, latency: int = 754) -> tuple[Insta
     return instance, folded
 
 
-@pytest.mark.parametrize("name", ["ZB-V", "V-Half", "V-Min"])
+@pytest.mark.parametrize("name", ["ZB-V", "V-Half", "V-Min", "DualPipeV"])
 @pytest.mark.parametrize("m", [23, 48])
 def test_the_middle_comes_back_as_it_was(name: str, m: int) -> None:
     """Folded and unfolded: the same order. Grown: the idle time of the folded one."""
@@ -44,6 +44,28 @@ def test_the_middle_comes_back_as_it_was(name: str, m: int) -> None:
         block = instance.work(0) // m
         short = score(folded.instance, folded.codes)
         assert score(long, again) == short + (60 - folded.instance.num_microbatches) * block
+
+
+def test_fused_backwards_on_unequal_ranks() -> None:
+    """DualPipeV where the ranks' stages differ: one block of every rank stays, and what is gained is gained
+    for any number of microbatches."""
+    slow = StageCost(13, 13, 8, 20, 30, 13)
+    fast = StageCost(8, 9, 6, 14, 27, 12)
+    stages = (fast, slow, slow, fast, fast, slow, slow, slow)
+    problem = Problem.of(Profile(stages), Placement.v(4), 40, 4 * 30 * 3, "span")
+    instance = Instance.of(problem)
+    codes = dict(classic.orders_for(problem))["DualPipeV"]
+    folded = fold(instance, codes, Scorer(instance))
+    assert folded is not None
+    assert folded.unfold() == codes
+    short = folded.instance.num_microbatches
+    assert short < 20
+    found = Annealer(folded.instance).run(
+        folded.codes, 3000, seed=1, heat=4e-4, frozen_blocks=folded.frozen_blocks
+    )
+    gained = score(folded.instance, folded.codes) - score(folded.instance, found)
+    assert gained > 0
+    assert score(instance, codes) - score(instance, replace(folded, codes=found).unfold()) == gained
 
 
 def test_blocks_that_do_not_fill_the_difference_are_not_grown() -> None:
@@ -97,14 +119,14 @@ def test_copies_are_changed_alike() -> None:
 
 
 def test_no_middle_no_fold() -> None:
-    """Too few microbatches, fused backwards, and orders that never repeat."""
+    """Too few microbatches, orders that do not fit, and orders that never repeat."""
     instance = Instance.of(v_problem(8, 9, 8 * 68))
     scorer = Scorer(instance)
     orders = dict(classic.orders_for(v_problem(8, 9, 8 * 68)))
     assert fold(instance, orders["V-Half"], scorer) is None
     long = v_problem(4, 24, 4 * 68)
-    fused = dict(classic.orders_for(long))["DualPipeV"]
-    assert fold(Instance.of(long), fused, Scorer(Instance.of(long))) is None
+    too_much = dict(classic.orders_for(long))["DualPipeV"]
+    assert fold(Instance.of(long), too_much, Scorer(Instance.of(long))) is None
     codes = [list(row) for row in dict(classic.orders_for(long))["V-Half"]]
     rng = random.Random(0)
     for row in codes:

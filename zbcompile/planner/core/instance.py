@@ -25,6 +25,7 @@ __all__ = [
     "is_chain",
     "is_numbered",
     "is_path",
+    "numbered",
     "shaped",
     "to_codes",
     "to_schedule",
@@ -186,8 +187,8 @@ def is_path(instance: Instance) -> bool:
     )
 
 
-def to_schedule(codes: Sequence[Sequence[tuple[int, int]]], problem: Problem) -> Schedule:
-    """Number the microbatches of an order.
+def numbered(codes: Sequence[Sequence[tuple[int, int]]]) -> list[list[Op]]:
+    """Give the actions of an order their microbatches.
 
     The k-th F of a stage is that of microbatch k, and so is its k-th B or BW. A W belongs to the earliest
     split microbatch that still has none.
@@ -195,24 +196,30 @@ def to_schedule(codes: Sequence[Sequence[tuple[int, int]]], problem: Problem) ->
     order = []
     for row in codes:
         count: dict[tuple[int, int], int] = {}
-        waiting: dict[int, list[int]] = {}
-        actions = []
+        waiting: dict[int, deque[int]] = {}
+        ops = []
         for kind, stage in row:
             if kind == W:
-                microbatch = waiting[stage].pop(0)
+                microbatch = waiting[stage].popleft()
             else:
-                key = (min(kind, B) if kind != BW else B, stage)
+                key = (F if kind == F else B, stage)
                 microbatch = count.get(key, 0)
                 count[key] = microbatch + 1
                 if kind == B:
-                    waiting.setdefault(stage, []).append(microbatch)
-            actions.append(Action(KINDS[kind], stage, microbatch))
-        order.append(actions)
+                    waiting.setdefault(stage, deque()).append(microbatch)
+            ops.append((kind, stage, microbatch))
+        order.append(ops)
+    return order
+
+
+def to_schedule(codes: Sequence[Sequence[tuple[int, int]]], problem: Problem) -> Schedule:
+    """Return an order with its microbatches as `numbered` gives them."""
+    order = [[Action(KINDS[kind], stage, i) for kind, stage, i in row] for row in numbered(codes)]
     return Schedule.of(problem.placement, problem.num_microbatches, order)
 
 
 def is_numbered(schedule: Schedule) -> bool:
-    """Return whether a compute order numbers its microbatches as `to_schedule` does."""
+    """Return whether a compute order numbers its microbatches as `numbered` does."""
     for row in schedule.order:
         count: dict[tuple[bool, int], int] = {}
         waiting: dict[int, deque[int]] = {}

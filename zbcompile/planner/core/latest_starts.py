@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from zbcompile.planner.core.instance import Codes, Instance, Op
+from zbcompile.planner.core.instance import BW, B, Codes, Instance, Op, numbered
 
-__all__ = ["latest_starts"]
+__all__ = ["latest_row_starts", "latest_starts"]
 
 
 def latest_starts(instance: Instance, codes: Codes) -> dict[Op, int]:
-    """Return the start in ns of every action.
-
-    Parameters
-    ----------
-    instance
-        The problem.
-    codes
-        A legal order without BW.
+    """Return the start in ns of every action of a legal order.
 
     Returns
     -------
@@ -23,45 +16,50 @@ def latest_starts(instance: Instance, codes: Codes) -> dict[Op, int]:
         Starts by (kind, stage, microbatch), such that the end of every rank's row is as early as possible and
         every start as late as these ends allow.
     """
-    times = (instance.forward, instance.backward, instance.weight)
-    order = []
-    seen: dict[tuple[int, int], int] = {}
-    for row in codes:
-        ops = []
-        for kind, s in row:
-            i = seen.get((kind, s), 0)
-            seen[kind, s] = i + 1
-            ops.append((kind, s, i))
-        order.append(ops)
+    rows = zip(numbered(codes), latest_row_starts(instance, codes), strict=True)
+    return {op: start for ops, starts in rows for op, start in zip(ops, starts, strict=True)}
+
+
+def latest_row_starts(instance: Instance, codes: Codes) -> list[list[int]]:
+    """Return the same starts action by action, rank by rank."""
+    times = (instance.forward, instance.backward, instance.weight, instance.fused)
+    order = numbered(codes)
     early: dict[Op, int] = {}
-    trail: list[tuple[int, Op]] = []
+    trail: list[tuple[int, int]] = []
     position, clock = [0] * len(order), [0] * len(order)
     moved = True
     while moved:
         moved = False
         for rank, ops in enumerate(order):
             while position[rank] < len(ops):
-                op = ops[position[rank]]
+                kind, s, _ = op = ops[position[rank]]
                 waits = _waits(instance, op)
                 if any(other not in early for other, _ in waits):
                     break
-                begin = max([clock[rank], *(early[o] + times[o[0]][o[1]] + lag for o, lag in waits)])
-                early[op], clock[rank] = begin, begin + times[op[0]][op[1]]
-                trail.append((rank, op))
+                begin = max([clock[rank], *(early[other] + lag for other, lag in waits)])
+                clock[rank] = early[_known_as(op)] = begin + times[kind][s]
+                trail.append((rank, position[rank]))
                 position[rank] += 1
                 moved = True
     late = list(clock)
-    starts: dict[Op, int] = {}
+    starts = [[0] * len(ops) for ops in order]
     limit: dict[Op, int] = {}
-    for rank, op in reversed(trail):
-        late[rank] = min(late[rank], limit.get(op, late[rank])) - times[op[0]][op[1]]
-        starts[op] = late[rank]
+    for rank, k in reversed(trail):
+        kind, s, _ = op = order[rank][k]
+        start = min(late[rank], limit.get(_known_as(op), late[rank])) - times[kind][s]
+        late[rank] = starts[rank][k] = start
         for other, lag in _waits(instance, op):
-            limit[other] = min(limit.get(other, starts[op] - lag), starts[op] - lag)
+            limit[other] = min(limit.get(other, start - lag), start - lag)
     return starts
 
 
-def _waits(instance: Instance, op: Op) -> list[tuple[Op, int]]:
-    """Return what an action waits for, with the travel times: (action, lag in ns)."""
+def _known_as(op: Op) -> Op:
+    """Return the action that others wait for: what waits for a B may as well get a BW."""
     kind, s, i = op
+    return (B if kind == BW else kind, s, i)
+
+
+def _waits(instance: Instance, op: Op) -> list[tuple[Op, int]]:
+    """Return the ends that an action waits for, with the travel times: (action, lag in ns)."""
+    kind, s, i = _known_as(op)
     return [((before, other, i), lag) for before, other, lag in instance.rules.waits[kind][s]]

@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from zbcompile.planner.core.instance import BW, Codes, Instance
-from zbcompile.planner.core.latest_starts import latest_starts
+from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
+from zbcompile.planner.core.latest_starts import latest_row_starts
 from zbcompile.planner.core.scorer import Scorer
 
 __all__ = ["Folded", "fold"]
+
+Row = list[tuple[int, int]]
+"""A rank's actions in order, as (kind, stage)."""
 
 _KEPT = 3
 """Microbatches kept, in halves of the number of ranks, where the middle is longer."""
@@ -60,7 +63,7 @@ class Folded:
         """
         assert self.frozen_blocks is not None
         low, high, _ = self.frozen_blocks[0]
-        block = (high - low) // (3 * len(self.instance.stages_of[0]))
+        block = self.codes[0][low:high].count((F, self.instance.stages_of[0][0]))
         repeats, left = divmod(count - self.instance.num_microbatches, block)
         return None if left or repeats < 0 else replace(self, repeats=repeats).unfold()
 
@@ -82,13 +85,12 @@ def fold(instance: Instance, codes: Codes, scorer: Scorer) -> Folded | None:
     Returns
     -------
     Folded or None
-        ``None`` if the order has no middle that repeats, or fused backwards.
+        ``None`` if the order has no middle that repeats.
     """
     value = scorer.score(codes)
-    if value is None or any(kind == BW for row in codes for kind, _ in row):
+    if value is None:
         return None
-    starts = _row_starts(instance, codes)
-    work = max(instance.work(r) // instance.num_microbatches for r in range(instance.num_ranks))
+    starts = latest_row_starts(instance, codes)
     spare = instance.num_microbatches - _KEPT * instance.num_ranks // 2  # what may be taken out
     for q in range(1, min(instance.num_ranks, spare) + 1):
         middle = _middle(instance, codes, starts, q)
@@ -99,51 +101,73 @@ def fold(instance: Instance, codes: Codes, scorer: Scorer) -> Folded | None:
             if folded is None or folded.unfold() != codes:
                 continue
             short = Scorer(folded.instance).score(folded.codes)
-            if short is None or (copies == 1 and short[0] + folded.repeats * q * work != value[0]):
+            if short is None:
+                continue
+            if copies == 1 and short[0] + folded.repeats * _longest_block(folded) != value[0]:
                 continue
             return folded
     return None
 
 
-def _row_starts(instance: Instance, codes: Codes) -> list[list[int]]:
-    """Return the start time of every action, row by row."""
-    starts = latest_starts(instance, codes)
-    rows = []
-    for row in codes:
-        seen: Counter[tuple[int, int]] = Counter()
-        times = []
-        for kind, s in row:
-            times.append(starts[kind, s, seen[kind, s]])
-            seen[kind, s] += 1
-        rows.append(times)
-    return rows
+def _longest_block(folded: Folded) -> int:
+    """Return the work in ns of the frozen block of the busiest rank."""
+    instance = folded.instance
+    times = (instance.forward, instance.backward, instance.weight, instance.fused)
+    return max(
+        sum(times[kind][s] for kind, s in row[low:high])
+        for row, (low, high, _) in zip(folded.codes, folded.frozen_blocks or (), strict=True)
+    )
 
 
 def _middle(
     instance: Instance, codes: Codes, starts: list[list[int]], q: int
-) -> tuple[list[int], int] | None:
-    """Return where blocks of q microbatches begin to repeat, and how often they do.
+) -> tuple[list[int], list[int], int] | None:
+    """Return where blocks of q microbatches begin to repeat, their sizes, and how often they do.
 
     They begin at one time on all ranks. ``None`` if they repeat on no range of some rank.
     """
-    sizes = [3 * q * len(stages) for stages in instance.stages_of]
-    runs = []
-    for row, size in zip(codes, sizes, strict=True):
-        low, high = _longest_run(row, size, q)
-        if high == low:
+    sizes, runs = [], []
+    for row, stages in zip(codes, instance.stages_of, strict=True):
+        size = _block_size(row, len(stages), q)
+        low, high = _longest_run(row, size)
+        if high == low or not _is_block(row[low : low + size], stages, q):
             return None
+        sizes.append(size)
         runs.append((low, high))
     cut = max(times[low] for times, (low, _) in zip(starts, runs, strict=True))
     lows = [max(low, _first_from(times, cut)) for times, (low, _) in zip(starts, runs, strict=True)]
-    return lows, min((high - low) // size for low, (_, high), size in zip(lows, runs, sizes, strict=True))
+    blocks = min((high - low) // size for low, (_, high), size in zip(lows, runs, sizes, strict=True))
+    return lows, sizes, blocks
+
+
+def _block_size(row: Row, stages: int, q: int) -> int:
+    """Return the number of actions of q microbatches in the middle of a rank's row.
+
+    Where some are BW, the row says it: in the middle between the first backward and the last F, an action
+    comes again after q of its kind. 0 if none does.
+    """
+    kinds = [kind for kind, _ in row]
+    if BW not in kinds:
+        return 3 * q * stages
+    first = next(k for k, kind in enumerate(kinds) if kind in (B, BW))
+    last = len(kinds) - 1 - kinds[::-1].index(F)
+    begin = (first + last) // 2
+    again = [k for k in range(begin + 1, len(row)) if row[k] == row[begin]]
+    return again[q - 1] - begin if len(again) >= q else 0
+
+
+def _is_block(block: Row, stages: tuple[int, ...], q: int) -> bool:
+    """Return whether these are all actions of q microbatches."""
+    counts = Counter(block)
+    backwards = [(counts[F, s], counts[B, s] + counts[BW, s], counts[W, s] + counts[BW, s]) for s in stages]
+    return all(counted == (q, q, q) for counted in backwards)
 
 
 def _fold_at(
-    instance: Instance, codes: Codes, lows: list[int], blocks: int, q: int, copies: int
+    instance: Instance, codes: Codes, lows: list[int], sizes: list[int], blocks: int, q: int, copies: int
 ) -> Folded | None:
     """Take out what can be spared of the ``blocks`` from ``lows`` on; ``copies`` stay."""
     p, m = instance.num_ranks, instance.num_microbatches
-    sizes = [3 * q * len(stages) for stages in instance.stages_of]
     most = blocks - copies
     repeats = min(most, (m - _KEPT * p // 2) // q - copies + 1)
     if repeats < 1:
@@ -157,16 +181,15 @@ def _fold_at(
     return Folded(replace(instance, num_microbatches=m - repeats * q), rows, frozen_blocks, repeats)
 
 
-def _longest_run(row: list[tuple[int, int]], size: int, q: int) -> tuple[int, int]:
-    """Return the longest range that repeats itself after ``size`` places, q of each action in a block."""
+def _longest_run(row: Row, size: int) -> tuple[int, int]:
+    """Return the longest range that repeats itself after ``size`` places."""
     best, low = (0, 0), 0
-    for k in range(len(row) - size + 1):
+    for k in range(len(row) - size + 1 if size else 0):
         if k == len(row) - size or row[k] != row[k + size]:
             if k > low and k + size - low > best[1] - best[0]:
                 best = (low, k + size)
             low = k + 1
-    counts = Counter(row[best[0] : best[0] + size])
-    return best if counts and all(count == q for count in counts.values()) else (0, 0)
+    return best
 
 
 def _first_from(times: list[int], cut: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from zbcompile.planner.core.dispatch import Dispatcher
-from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
+from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, Op, W
 from zbcompile.planner.core.latest_starts import latest_starts
 from zbcompile.planner.core.scorer import Scorer
 
@@ -36,7 +36,7 @@ def stretch(
     instance
         The problem with many microbatches.
     codes
-        An order for ``count`` microbatches without BW.
+        An order for ``count`` microbatches.
     count
         Microbatches of that order.
     scorer
@@ -49,12 +49,10 @@ def stretch(
     list of Codes
         At most four.
     """
-    if any(kind == BW for row in codes for kind, _ in row):
-        return []
     short = short_instance(instance, count)
     starts = latest_starts(short, codes)
     extra = instance.num_microbatches - count
-    dispatcher = Dispatcher(instance)
+    dispatcher = None if any(kind == BW for kind, _, _ in starts) else Dispatcher(instance)
     found: list[tuple[tuple[int, int], Codes]] = []
     for q in range(1, min(2 * instance.num_ranks, count // 2) + 1):
         if extra % q:
@@ -63,7 +61,10 @@ def stretch(
             if not 0 < c < count - q or stop():
                 continue
             times = _times(short, starts, c, q, extra)
-            for decoded in (_sorted_by(instance, times), _dispatched(instance, dispatcher, times)):
+            made = [_sorted_by(instance, times)]
+            if dispatcher is not None:
+                made.append(_dispatched(instance, dispatcher, times))
+            for decoded in made:
                 score = None if decoded is None else scorer.score(decoded)
                 if decoded is not None and score is not None:
                     found.append((score, decoded))
@@ -71,42 +72,39 @@ def stretch(
     return [decoded for _, decoded in found[:4]]
 
 
-def _times(
-    short: Instance, starts: dict[tuple[int, int, int], int], c: int, q: int, extra: int
-) -> dict[tuple[int, int, int], int]:
+def _times(short: Instance, starts: dict[Op, int], c: int, q: int, extra: int) -> dict[Op, int]:
     """Return start times of the longer order.
 
-    As if every block took as long as the first one takes on average.
+    As if every block took as long as the first one takes on average. A microbatch that is added is split or
+    fused as the one that it repeats.
     """
-    kinds = [(kind, s) for kind in (F, B, W) for s in range(short.num_stages)]
-    period = sum(starts[k, s, c + q] - starts[k, s, c] for k, s in kinds) // len(kinds)
+    gaps = [
+        at - starts[k, s, i - q] for (k, s, i), at in starts.items() if i == c + q and (k, s, c) in starts
+    ]
+    period = sum(gaps) // len(gaps)
     times = {}
-    for kind, s in kinds:
-        for i in range(short.num_microbatches + extra):
-            if i < c + q:
-                at = starts[kind, s, i]
-            elif i < c + q + extra:
-                block, place = divmod(i - c, q)
-                at = starts[kind, s, c + place] + block * period
-            else:
-                at = starts[kind, s, i - extra] + extra // q * period
-            times[kind, s, i] = at
+    for (kind, s, i), at in starts.items():
+        if i >= c + q:
+            times[kind, s, i + extra] = at + extra // q * period
+            continue
+        times[kind, s, i] = at
+        if i >= c:
+            for block in range(1, extra // q + 1):
+                times[kind, s, i + block * q] = at + block * period
     return times
 
 
-def _sorted_by(instance: Instance, times: dict[tuple[int, int, int], int]) -> Codes:
+def _sorted_by(instance: Instance, times: dict[Op, int]) -> Codes:
     """Return the order of the actions by their times."""
-    rows: Codes = []
-    for stages in instance.stages_of:
-        ops = [(kind, s, i) for kind in (F, B, W) for s in stages for i in range(instance.num_microbatches)]
-        ops.sort(key=lambda op: (times[op], op[0], op[2], op[1]))
-        rows.append([(kind, s) for kind, s, _ in ops])
-    return rows
+    rows: list[list[Op]] = [[] for _ in range(instance.num_ranks)]
+    for op in times:
+        rows[instance.rank_of[op[1]]].append(op)
+    for row in rows:
+        row.sort(key=lambda op: (times[op], B if op[0] == BW else op[0], op[2], op[1]))
+    return [[(kind, s) for kind, s, _ in row] for row in rows]
 
 
-def _dispatched(
-    instance: Instance, dispatcher: Dispatcher, times: dict[tuple[int, int, int], int]
-) -> Codes | None:
+def _dispatched(instance: Instance, dispatcher: Dispatcher, times: dict[Op, int]) -> Codes | None:
     """Return the order that keyed dispatch makes of the times, or ``None``."""
     m = instance.num_microbatches
     keys = [times[kind, s, i] for kind in (F, B, W) for s in range(instance.num_stages) for i in range(m)]
