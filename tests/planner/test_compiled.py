@@ -5,19 +5,27 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.places import ROOT
+from zbcompile.planner import placements
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.core import compiled
 from zbcompile.planner.core.compiled import can_compile, compile_seconds, jit, vector
+from zbcompile.planner.core.instance import Instance, to_schedule
+from zbcompile.planner.imported import rated
 from zbcompile.planner.incumbent import Incumbent
 from zbcompile.planner.run import Run
+from zbcompile.planner.starts.initial import one_at_a_time
+from zbcompile.planner.variants import plan_variants
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.solution import Solution
 
 V = Problem.of(Profile.uniform(StageCost.simple(30, 31, 17, 10, 4), 8, 2), Placement.v(4), 8, 80)
 
@@ -94,6 +102,33 @@ def test_seconds_of_compiling_are_not_counted(monkeypatch: pytest.MonkeyPatch) -
     assert incumbent.seconds_left <= 10
     monkeypatch.setattr(compiled._Spent, "seconds", compile_seconds() + 100)
     assert 100 < incumbent.seconds_left <= 110
+
+
+def test_they_are_not_counted_for_placements_and_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every plan of these gets its share of a limit that compiling, here of 100 s each, does not shorten."""
+    limits: list[float] = []
+
+    def slowly(problem: Problem, *, time_limit_s: float, **_: object) -> Solution:
+        limits.append(time_limit_s)
+        monkeypatch.setattr(compiled._Spent, "seconds", compile_seconds() + 100)
+        monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 100)
+        return rated(to_schedule(one_at_a_time(Instance.of(problem)), problem), problem)
+
+    monkeypatch.setattr(placements, "plan", slowly)
+    placements.plan_auto(V, time_limit_s=30)
+    assert len(limits) > 1
+    assert min(limits) > 9
+    limits.clear()
+    lean = replace(V.profile.stages[0], saved_bytes=1)
+    some = tuple(replace(stage, variants=(lean,)) for stage in V.profile.stages)
+    offered = V.with_(profile=replace(V.profile, stages=some))
+
+    def find(problem: Problem, limit: float, _: object) -> Solution:
+        return slowly(problem, time_limit_s=limit)
+
+    plan_variants(offered, find, lambda problem: problem.work_ns(0), time_limit_s=30)
+    assert len(limits) > 1
+    assert min(limits) > 4
 
 
 def test_the_observer_is_told_before_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

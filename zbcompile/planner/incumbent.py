@@ -10,7 +10,7 @@ from typing import Protocol
 
 from zbcompile.errors import NoOrderError
 from zbcompile.planner.bounds.bound import Bound
-from zbcompile.planner.core.compiled import compile_seconds
+from zbcompile.planner.core.compiled import SearchClock
 from zbcompile.planner.core.instance import Codes, Fusing, Instance, shaped, to_schedule
 from zbcompile.planner.core.score import fits, value_of
 from zbcompile.planner.core.scorer import Score
@@ -144,8 +144,7 @@ class Incumbent:
     ) -> None:
         self.problem, self.bound = problem, bound
         self.instance = Instance.under(problem, planned_rules(problem))
-        self.started, self.compiled_s = time.monotonic(), compile_seconds()
-        self.deadline = self.started + time_limit_s
+        self.started, self.searched, self.limit_s = time.monotonic(), SearchClock(), time_limit_s
         self.observer = observer
         self.clock, self.fusing = Clock.of(problem), fusing
         self.order: Order | None = None
@@ -165,7 +164,7 @@ class Incumbent:
     @property
     def seconds_left(self) -> float:
         """Time until the limit in seconds, the compiling of kernels not counted."""
-        return self.deadline + compile_seconds() - self.compiled_s - time.monotonic()
+        return self.limit_s - self.searched.seconds
 
     @property
     def codes(self) -> Codes | None:
@@ -194,7 +193,8 @@ class Incumbent:
         codes = shaped(order.codes, self.fusing)
         if not fits(self.instance, codes):
             return False
-        value = self.measure(codes)
+        scored = order.score if codes is order.codes and not self.problem.sends.holds_rank else None
+        value = self.measure(codes) if scored is None else scored[0]
         if value is None:
             return False
         if codes != order.codes:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from zbcompile.errors import InfeasibleError, UsageError
+from zbcompile.planner.core.compiled import SearchClock
 from zbcompile.planner.core.instance import Fusing
 from zbcompile.planner.incumbent import PlanState, Progress
 from zbcompile.planner.plan import plan
@@ -188,7 +189,7 @@ def plan_auto(
     """
     check_plannable(problem)
     check_seed(seed)
-    started, fusing = time.monotonic(), Fusing.of(fuse)
+    started, searched, fusing = time.monotonic(), SearchClock(), Fusing.of(fuse)
     order, tried, refused = [], [], None
     for rank, (name, placement) in enumerate(placements_for(problem, problem.num_ranks)):
         here = problem.with_(placement=placement)
@@ -203,7 +204,7 @@ def plan_auto(
         if best is not None and relay.interrupted:
             tried.append(Tried(here.placement, name, None, bound, "interrupted"))
             continue
-        left = started + time_limit_s - time.monotonic()
+        left = time_limit_s - searched.seconds
         limit = max(0.2, left / (len(order) - k))
         relay.name = name
         try:

@@ -17,6 +17,7 @@ from zbcompile.errors import InfeasibleError
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.blocking_send import blocking_send_bound
 from zbcompile.planner.bounds.bound import Bound
+from zbcompile.planner.core.compiled import SearchClock
 from zbcompile.planner.incumbent import PlanState, Progress
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.least_memory import check_caps
@@ -226,6 +227,7 @@ class _Relay:
 
     def __init__(self, observer: Callable[[Progress], None] | None, time_limit_s: float) -> None:
         self.observer, self.started, self.limit = observer, time.monotonic(), time_limit_s
+        self.searched = SearchClock()
         self.best: int | None = None
         self.bound, self.state = 0, PlanState.SEARCHING
 
@@ -233,7 +235,7 @@ class _Relay:
         """Return the time until the limit in seconds, none after an interrupt."""
         if self.state is PlanState.INTERRUPTED:
             return 0.0
-        return self.started + self.limit - time.monotonic()
+        return self.limit - self.searched.seconds
 
     def __call__(self, progress: Progress) -> None:
         if progress.state is PlanState.INTERRUPTED:

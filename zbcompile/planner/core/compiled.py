@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-__all__ = ["MakeVector", "Vector", "can_compile", "compile_seconds", "jit", "vector"]
+__all__ = ["MakeVector", "SearchClock", "Vector", "can_compile", "compile_seconds", "jit", "vector"]
 
 Vector = Any
 """An int64 array or a list of ints."""
@@ -36,6 +36,18 @@ class _Spent:
 def compile_seconds() -> float:
     """Return the seconds that this process has spent on compiling kernels or loading compiled ones."""
     return _Spent.seconds
+
+
+class SearchClock:
+    """The seconds since a search began, without those that went into compiling kernels."""
+
+    def __init__(self) -> None:
+        self.began, self.compiled = time.monotonic(), compile_seconds()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds that count against a limit."""
+        return time.monotonic() - self.began - (compile_seconds() - self.compiled)
 
 
 def _timed(make: Callable[[], Any]) -> Any:
