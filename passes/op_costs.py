@@ -124,7 +124,7 @@ def count_call(
         Tensors are fake or on the meta device: only their shapes, strides and dtypes are read.
     """
     outputs = _tensors(result)
-    if not outputs or _is_view(target):
+    if not outputs or _is_view(target) or facts(target).wait:
         return None
     inputs = list({id(value): value for value in _tensors((args, kwargs))}.values())
     floating = [v.dtype for v in (*outputs, *inputs) if v.is_floating_point() or v.is_complex()]

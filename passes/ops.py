@@ -97,6 +97,10 @@ class OpFacts:
         Adds in no fixed order on CUDA: ``torch.use_deterministic_algorithms`` lists it.
     sums_weights_traced
         While traced, adds up class weights in another way if it takes a mean with label smoothing.
+    collective
+        Starts a message among the processes of a group: its result may be read only after a wait.
+    wait
+        Returns its argument when that is there; it takes no time of its own.
     """
 
     flops: Formula | None = None
@@ -128,6 +132,8 @@ class OpFacts:
     own_layout: bool = False
     any_order: bool = False
     sums_weights_traced: bool = False
+    collective: bool = False
+    wait: bool = False
 
 
 def namespace(target: object) -> str:
@@ -319,5 +325,10 @@ _HOLDS: Mapping[str, str] = {
         *scaled_dot_product* *flash_attention* *efficient_attention* *convolution_backward* *ctc_loss*
     """,
     "sums_weights_traced": "cross_entropy_loss",
+    "collective": """
+        _c10d_functional.all_* _c10d_functional.reduce_scatter* _c10d_functional.broadcast*
+        _c10d_functional_autograd.*
+    """,
+    "wait": "_c10d_functional.wait_tensor",
 }
 """What holds for which operators: names of packets (all overloads) or overloads; ``*`` is any text."""

@@ -68,6 +68,7 @@ __all__ = [
     "function_of_context",
     "functorch_nesting",
     "gradient_hooks",
+    "group_members",
     "in_checkpoint",
     "inductor_compile",
     "is_higher_order",
@@ -143,6 +144,14 @@ class JointGraph:
 
 class ChangeCarriesGradient(Exception):
     """The new value of a changed argument depends on parameters; ``args[0]`` is its position."""
+
+
+def group_members(name: str) -> tuple[int, ...]:
+    """Return the ranks in the default process group of the members of the group of this name."""
+    from torch.distributed import distributed_c10d
+
+    resolve = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    return tuple(distributed_c10d.get_process_group_ranks(resolve(name)))
 
 
 def fake_mode() -> FakeTensorMode:

@@ -204,6 +204,8 @@ def is_function_call(target: Target) -> bool:
 def intercepted() -> Iterator[dict[int, FunctionCall]]:
     """Record every call of a custom Function while active; the classes are restored afterwards.
 
+    Classes that the forward itself defines are among them.
+
     Yields
     ------
     dict
@@ -212,16 +214,22 @@ def intercepted() -> Iterator[dict[int, FunctionCall]]:
     calls: dict[int, FunctionCall] = {}
     token = _ACTIVE.set(calls)
     replaced: list[tuple[_Function, object]] = []
+
+    def record(cls: _Function) -> None:
+        own = vars(cls).get("forward")
+        if own is not None and not cls.__module__.startswith(_TRANSPARENT):
+            replaced.append((cls, own))
+            inline = cls.__module__ == "torch.utils.checkpoint"
+            recorder = _run_inline if inline else _recorder(cls, cls.forward, calls)
+            setattr(cls, "forward", staticmethod(recorder))  # noqa: B010
+
     try:
         for cls in _all_functions(torch.autograd.Function):
-            own = vars(cls).get("forward")
-            if own is not None and not cls.__module__.startswith(_TRANSPARENT):
-                replaced.append((cls, own))
-                inline = cls.__module__ == "torch.utils.checkpoint"
-                recorder = _run_inline if inline else _recorder(cls, cls.forward, calls)
-                setattr(cls, "forward", staticmethod(recorder))  # noqa: B010
+            record(cls)
+        setattr(torch.autograd.Function, "__init_subclass__", classmethod(record))  # noqa: B010
         yield calls
     finally:
+        delattr(torch.autograd.Function, "__init_subclass__")
         for cls, own in replaced:
             setattr(cls, "forward", own)  # noqa: B010
         _ACTIVE.reset(token)

@@ -10,6 +10,7 @@ from zbcompile.passes.joint.cheaper_calls import use_cheaper_calls
 from zbcompile.passes.joint.flexible_views import flexible_views
 from zbcompile.passes.joint.gradient_layouts import remove_layout_copies
 from zbcompile.passes.joint.joint_pass import JointPass
+from zbcompile.passes.joint.overlap import overlap_collectives
 from zbcompile.passes.joint.recurrent import keep_workspaces
 from zbcompile.passes.joint.separate_gradients import (
     drop_checks,
@@ -39,6 +40,7 @@ JOINT_PASSES: tuple[JointPass, ...] = (
         lambda joint, facts: own_gradients(joint, facts.state),
         required="parameters whose gradients share storage would add up each other's",
     ),
+    JointPass("overlap_collectives", lambda joint, _: overlap_collectives(joint)),
     JointPass(
         "flexible_views",
         lambda joint, _: flexible_views(joint.module.graph),

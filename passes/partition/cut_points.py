@@ -2,7 +2,7 @@
 
 ``calls in graph order --> CallOrder``. A cut is legal if only tensors of known shape and strides cross it,
 and if it separates neither a value from its in-place changes, nor the uses of a changed buffer, nor the calls
-of a torch.func transform.
+of a torch.func transform, nor a collective from its wait.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from zbcompile.passes.aliasing import StorageGroups, tensor_bytes
 from zbcompile.passes.nodes import value_of
+from zbcompile.passes.ops import facts
 from zbcompile.passes.partition.balance import Work
 from zbcompile.passes.provenance import module_path_of, source_of
 from zbcompile.passes.torch_private import functorch_nesting
@@ -111,7 +112,7 @@ def call_order(
     for node, first in position.items():
         last = max((position[user] for user in node.users if user in position), default=first)
         value = value_of(node)
-        if value is not None and has_known_layout(value):
+        if value is not None and has_known_layout(value) and not facts(node.target).collective:
             _span(live, first, last, tensor_bytes(value))
         else:
             _span(illegal, first, last, 1)

@@ -7,6 +7,7 @@ Parameters, buffers and random state are left as they were.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ def measure(
     microbatch: Sequence[Tensor],
     *,
     repeats: int = 5,
+    together: bool = False,
 ) -> Profile:
     """Time every stage.
 
@@ -48,15 +50,17 @@ def measure(
         The flat batch inputs of one microbatch.
     repeats
         How often a stage is timed, unless that takes longer than two seconds.
+    together
+        Whether other processes time the same stages at the same time: then as often as was asked for.
     """
     values: dict[str, Tensor] = {}
-    costs = []
+    costs, limit_s = [], math.inf if together else _SECONDS_PER_STAGE
     with torch.no_grad(), torch.random.fork_rng():
         for stage in stages:
             inputs = [
                 microbatch[p.source[1]] if p.source[0] == "batch" else values[p.name] for p in stage.inputs
             ]
-            outputs, times = _time_stage(stage, state, inputs, repeats)
+            outputs, times = _time_stage(stage, state, inputs, repeats, limit_s)
             values.update({p.name: t for p, t in zip(stage.outputs, outputs, strict=True)})
             costs.append(
                 StageCost(
@@ -99,7 +103,7 @@ def edges_of(stages: Sequence[RunnableStage]) -> tuple[Edge, ...]:
 
 
 def _time_stage(
-    stage: StageGraphs, state: Mapping[str, Tensor], inputs: list[Tensor], repeats: int
+    stage: StageGraphs, state: Mapping[str, Tensor], inputs: list[Tensor], repeats: int, limit_s: float
 ) -> tuple[list[Tensor], tuple[int, int, int, int]]:
     """Return the stage's outputs and the median times of F, B, W and BW in ns."""
     samples: list[tuple[int, int, int, int]] = []
@@ -113,7 +117,7 @@ def _time_stage(
         bw, _ = _timed(stage, stage.run_full_backward, saved, _tangents(stage))
         if turn:
             samples.append((f, b, w, bw))
-        if samples and time.perf_counter() - began > _SECONDS_PER_STAGE:
+        if samples and time.perf_counter() - began > limit_s:
             break
     columns = [int(statistics.median(column)) for column in zip(*samples, strict=True)]
     return outputs, (columns[0], columns[1], columns[2], columns[3])

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from zbcompile.errors import CutError
 from zbcompile.passes.capture.captured import Captured
+from zbcompile.passes.collectives import code_for_peers
 from zbcompile.passes.joint.replay import Replay
 from zbcompile.passes.partition.homes import SameHomes
 from zbcompile.passes.partition.partition import StageSource, partition
@@ -107,5 +108,5 @@ def _stage(captured: Captured, source: StageSource, nodes: Mapping[str, Node]) -
         buffers=tuple(role.name for role in roles if role.kind == "buffer"),
         constants=tuple(captured.constants[role.name] for role in roles if role.kind == "constant"),
         replay=Replay(source.module, captured.functions, live=frozenset(), layouts={}),
-        code=source.module.code,
+        code=code_for_peers(source.module),
     )

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from zbcompile.passes.collectives import code_for_peers
+
 __all__ = ["CallLayout", "GraphCall", "Graphs", "Port", "Saved", "StageGraphs"]
 
 Saved = list[object]
@@ -231,7 +233,7 @@ class StageGraphs:
             digest.update(repr(part).encode())
         graphs = self.graphs
         for graph in (graphs.forward, graphs.backward_input, graphs.backward_weight, graphs.full_backward):
-            digest.update(graph.code.encode())
+            digest.update(code_for_peers(graph).encode())
         return digest.hexdigest()
 
     def _pool(self, saved: Saved, output_grads: list[Tensor | None]) -> list[object]:

@@ -20,6 +20,7 @@ from zbcompile.compiler.free_model import free_others, without_tensors
 from zbcompile.compiler.load import make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan, lower
 from zbcompile.compiler.observe import Observer, quiet
+from zbcompile.compiler.peers import refuse_peers, require_one_plan
 from zbcompile.compiler.plan_cache import PlanCache
 from zbcompile.compiler.planning import (
     gradient_bytes,
@@ -145,7 +146,14 @@ def first_form(
     _check_number(options, call)
     cache = PlanCache(options, num_ranks, call)
     alone = num_ranks == options.num_stages
-    staged = _stages(options, call, known=cache.knows, rank_each=alone, observer=observer)
+    staged = _stages(
+        options,
+        call,
+        known=cache.knows,
+        before_calls=lambda staged: require_one_plan(staged, group, planners),
+        rank_each=alone,
+        observer=observer,
+    )
     if options.verify is not False and cheap_to_verify(options.model):
         check_batch_dimension(options.model, call.signature, batch, call.num_microbatches, options.joined_dim)
     return _planned(options, group, planners, call, staged, cache, observer)
@@ -173,6 +181,9 @@ def further_form(
         The model cannot be compiled for this shape, or not be cut where it was cut.
     """
     first, *others = forms
+    refuse_peers(
+        first.staged, "a batch of another shape is planned by one pipeline alone", "give batches of one shape"
+    )
     same = next((f for f in (first, *others) if f.call.shapes == call.shapes), None)
     if same is not None:
         staged, profile = same.staged, same.plan.problem.profile
@@ -234,6 +245,7 @@ def _stages(
     call: CallForm,
     homes: list[tuple[str, ...]] | None = None,
     known: Callable[[StagedModel], bool] | None = None,
+    before_calls: Callable[[StagedModel], None] | None = None,
     rank_each: bool = False,
     observer: Observer = quiet,
 ) -> StagedModel:
@@ -256,6 +268,7 @@ def _stages(
         constant=call.constants,
         fixed_branches=options.fixed_branches,
         known=known,
+        before_calls=before_calls,
         skip=options.skip,
         observer=observer,
     )

@@ -10,6 +10,7 @@ import torch
 
 from zbcompile.compiler.call_form import CallForm
 from zbcompile.compiler.observe import Observer
+from zbcompile.compiler.peers import has_peers
 from zbcompile.compiler.plan_cache import PlanCache
 from zbcompile.errors import CheckError, InfeasibleError, UsageError
 from zbcompile.formats import schedule_json
@@ -64,11 +65,31 @@ def plan_for_all(
     if group is None:
         return _found_or_planned(options, num_ranks, call, staged, cache, observer)
     _agree(group, num_ranks, call, staged)
+    if options.profile is None and has_peers(staged):
+        options = _measured_together(options, group, call, staged, cache, observer)
     text = None
     if group.rank == 0:
         text = schedule_json.dumps(_found_or_planned(options, num_ranks, call, staged, cache, observer))
     plan = group.from_first(text, "the plan", options.time_limit_s)
     return schedule_json.loads(plan, "the plan of rank 0").solution()
+
+
+def _measured_together(
+    options: CompileOptions,
+    group: PipelineGroup,
+    call: CallForm,
+    staged: StagedModel,
+    cache: PlanCache,
+    observer: Observer,
+) -> CompileOptions:
+    """Measure on all ranks at once, as often on each; return options with what this one measured.
+
+    Not where rank 0 has a plan already.
+    """
+    known = group.rank == 0 and cache.find(staged) is not None
+    if group.from_first("known" if known else "", "whether a plan is known"):
+        return options
+    return replace(options, profile=_profile(options, call, staged, observer, together=True))
 
 
 def _found_or_planned(
@@ -188,8 +209,18 @@ def warn_of_held_gradients(solution: Solution, staged: StagedModel) -> None:
         )
 
 
-def _profile(options: CompileOptions, call: CallForm, staged: StagedModel, observer: Observer) -> Profile:
-    """Return the profile that was given, counted for the device that was given, or measured here."""
+def _profile(
+    options: CompileOptions,
+    call: CallForm,
+    staged: StagedModel,
+    observer: Observer,
+    *,
+    together: bool = False,
+) -> Profile:
+    """Return the profile that was given, counted for the device that was given, or measured here.
+
+    ``together``: other processes measure the same stages at the same time, and wait for this one in them.
+    """
     if isinstance(options.profile, Profile):
         return _with_edges_of(options.profile, staged)
     if isinstance(options.profile, Device):
@@ -203,7 +234,7 @@ def _profile(options: CompileOptions, call: CallForm, staged: StagedModel, obser
             where=empty[0],
             fix='give profile=device_named("H100") to count its costs, or a profile measured elsewhere',
         )
-    profile = measure(staged.stages, staged.captured.state, call.flat_example)
+    profile = measure(staged.stages, staged.captured.state, call.flat_example, together=together)
     profile = _with_wide_gradients(profile, options, staged)
     observer("measure", profile)
     return profile

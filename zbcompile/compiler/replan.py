@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.lower import LoweredPlan, lower
+from zbcompile.compiler.peers import refuse_peers
 from zbcompile.compiler.planning import gradient_bytes, keep_order_of_changes
 from zbcompile.compiler.remeasure import profile_of
 from zbcompile.errors import UsageError
@@ -88,6 +89,11 @@ def replan(compiled: CompiledPipeline, threshold: float, time_limit_s: float) ->
         with call.checks():
             if not 0 <= threshold < 1:
                 raise UsageError("threshold must be a part of the step from 0 to 1", given=threshold)
+            refuse_peers(
+                compiled.staged,
+                "replan() plans for one pipeline alone",
+                "compile again with a profile of the measured times and plan_group=",
+            )
             if group is not None:
                 group.agree({"arguments of replan()": f"{threshold} {time_limit_s} {compiled.options.seed}"})
             solution = _solution(compiled, measured, group, time_limit_s)

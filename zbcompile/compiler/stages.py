@@ -48,6 +48,7 @@ def build_stages(
     constant: Collection[int] = (),
     fixed_branches: bool = False,
     known: Callable[[StagedModel], bool] | None = None,
+    before_calls: Callable[[StagedModel], None] | None = None,
     skip: Collection[str] = (),
     observer: Observer = quiet,
 ) -> StagedModel:
@@ -81,6 +82,8 @@ def build_stages(
         Whether branches on data take the side that they take on this microbatch, and are checked.
     known
         Says of stages whether they were compared before: then ``verify=None`` does not compare them again.
+    before_calls
+        Called with the stages before any of their calls runs; may refuse them.
     skip
         Names of rewrites to leave out (see `rewrites`).
     observer
@@ -124,6 +127,8 @@ def build_stages(
         skip=skip,
         observer=observer,
     )
+    if before_calls is not None:
+        before_calls(staged)
     if verify is None:
         verify = cheap_to_verify(with_loss(model, loss_fn)) and not (known and known(staged))
     if verify:

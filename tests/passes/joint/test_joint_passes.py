@@ -228,8 +228,9 @@ def test_masks_that_are_left_in_round_within_a_named_reason() -> None:
 
 
 def test_no_optional_rewrite_is_without_a_test() -> None:
+    """Masks are tested above, collectives in tests/pipeline/test_peers.py."""
     required = {rewrite.name for rewrite in JOINT_PASSES if rewrite.required}
-    assert set(WHERE) | {"fold_constant_masks"} | required == set(rewrite_names())
+    assert set(WHERE) | {"fold_constant_masks", "overlap_collectives"} | required == set(rewrite_names())
 
 
 def test_the_environment_names_what_to_skip(monkeypatch: pytest.MonkeyPatch) -> None:

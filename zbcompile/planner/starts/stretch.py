@@ -61,7 +61,7 @@ def stretch(
             if not 0 < c < count - q or stop():
                 continue
             times = _times(short, starts, c, q, extra)
-            made = [_sorted_by(instance, times)]
+            made: list[Codes | None] = [_sorted_by(instance, times)]
             if dispatcher is not None:
                 made.append(_dispatched(instance, dispatcher, times))
             for decoded in made:
