@@ -47,7 +47,7 @@ _UNITS = {
     "tib": 1 << 40,
 }
 _TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
-_NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?(?:[eE][0-9]{1,2})?)\s*([^\W\d]*%?)")
+_NUMBER = re.compile(r"((?:[0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})(?:[eE][0-9]{1,2})?)\s*([^\W\d]*%?)")
 
 
 def _number(text: str, what: str, example: str) -> tuple[Fraction, str]:
@@ -179,15 +179,20 @@ def load_profile(path: str) -> ProfileFile:
     return profile_json.loads(read_text(path), where_of(path))
 
 
-def load_problem(arguments: argparse.Namespace) -> Problem:
+def load_problem(arguments: argparse.Namespace, file: ProfileFile | None = None) -> Problem:
     """Return the problem that a profile file and the options of `plan` and `compare` state; options win.
+
+    Parameters
+    ----------
+    file
+        The profile file, where it has been read.
 
     Raises
     ------
     UsageError
         The file is broken, or the options do not fit it.
     """
-    file = load_profile(arguments.profile)
+    file = file or load_profile(arguments.profile)
     placement = _asked_placement(arguments, file)
     changed = placement is not None and file.placement not in (None, placement)
     capped = arguments.cap is not None

@@ -62,6 +62,7 @@ COMMANDS = (
         "judge a schedule: complete, in order, free of deadlock, under the cap; exit code 1 if not",
     ),
     Command("compare", "zbcompile.cli.compare", "every classic order and ours, at equal memory"),
+    Command("sweep", "zbcompile.cli.sweep", "plan many combinations: step time against memory, and the best"),
     Command("convert", "zbcompile.cli.convert", "turn a schedule into another form"),
     Command(
         "profile",

@@ -1,0 +1,149 @@
+"""``zbcompile sweep``: a plan for every combination of some choices, and which of them nothing beats."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from zbcompile.cli.inputs import load_problem, load_profile
+from zbcompile.cli.shared_options import (
+    Parser,
+    add_output,
+    add_problem_options,
+    add_search_options,
+    output,
+    positive,
+    words,
+)
+from zbcompile.errors import UsageError, ZBCompileError
+from zbcompile.formats.fields import format_json
+from zbcompile.formats.profile_json import ProfileFile
+from zbcompile.formats.streams import check_output, rewrite_line, say
+from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS
+
+if TYPE_CHECKING:
+    from zbcompile.planner.sweep import Choice, Swept
+
+__all__ = ["add_options", "run"]
+
+_MOST = 1000
+"""Most combinations."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.epilog = (
+        "Every option takes several values, each combination is planned. Example: zbcompile sweep "
+        "examples/profiles/gpt-1.5b-p8-m24.json --cap 1p 1.5p 2p --microbatches 16 32 --time-limit .2"
+    )
+    parser.add_argument("profile", type=words, help="profile JSON, - for standard input")
+    parser.add_argument("--cap", type=words, nargs="+", metavar="BYTES", help="memory per rank, as in plan")
+    parser.add_argument(
+        "--placement",
+        type=words,
+        nargs="+",
+        help="linear, looped[:K], v[:K] (K stages per rank), or the rank of every stage as 0,1,1,0",
+    )
+    parser.add_argument(
+        "--ranks", type=positive, nargs="+", metavar="P", help="ranks that share the stages (one each)"
+    )
+    parser.add_argument(
+        "--microbatches", type=positive, nargs="+", metavar="M", help="microbatches of a step (2 per rank)"
+    )
+    parser.add_argument("--transport", choices=TRANSPORTS, nargs="+", help="how sends behave (async)")
+    parser.add_argument("--objective", choices=OBJECTIVES, help="what to make short (span)")
+    add_search_options(parser, 2.0, "seconds for every plan (2)")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="the rows as JSON")
+    form.add_argument("--csv", action="store_true", help="the rows as CSV")
+    parser.add_argument("--svg", type=output, metavar="FILE", help="where to write the plot as SVG")
+    add_output(parser, "JSON or CSV")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan every combination; print the table, or JSON or CSV; return 1 if nothing fits, 130 after Ctrl-C."""
+    from zbcompile.cli.console import draw
+    from zbcompile.planner.sweep import sweep
+    from zbcompile.show.sweep import sweep_csv, sweep_json, sweep_svg, sweep_table
+
+    check_output()
+    choices = list(_choices(arguments, load_profile(arguments.profile)))
+    _refuse_hopeless(choices)
+    reporter = _Reporter(len(choices))
+    try:
+        rows = list(sweep(choices, seconds_each=arguments.time_limit, seed=arguments.seed, observer=reporter))
+    finally:
+        reporter.close()
+    if arguments.json:
+        arguments.output.write(format_json(sweep_json(rows)))
+    elif arguments.csv:
+        arguments.output.write(sweep_csv(rows))
+    else:
+        draw(sweep_table(rows), least=100)
+    planned = any(row.value_ns is not None for row in rows)
+    if arguments.svg is not None and planned:
+        arguments.svg.write(sweep_svg(rows))
+    if len(rows) < len(choices):
+        say(f"interrupted after {len(rows)} of {len(choices)} plans")
+        return 130
+    return 0 if planned else 1
+
+
+def _choices(arguments: argparse.Namespace, file: ProfileFile) -> Iterator[Choice]:
+    """Yield every combination of what was asked for, with its problem or why there is none."""
+    from zbcompile.planner.sweep import Choice
+
+    names = ("ranks", "placement", "microbatches", "cap", "transport")
+    asked = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if not asked:
+        raise UsageError(
+            "there is nothing to choose from", fix="give several values for --cap, --microbatches, ..."
+        )
+    count = 1
+    for values in asked.values():
+        count *= len(values)
+    if count > _MOST:
+        raise UsageError("too many combinations", needed=f"at most {_MOST}", given=count)
+    parser = Parser("zbcompile sweep", "One combination.")
+    add_problem_options(parser)
+    for values in itertools.product(*asked.values()):
+        chosen = dict(zip(asked, values, strict=True))
+        one = parser.parse_args([arguments.profile])
+        vars(one).update(chosen, objective=arguments.objective)
+        shown = {name: str(value) for name, value in chosen.items()}
+        try:
+            problem = load_problem(one, file)
+        except ZBCompileError as error:
+            yield Choice(shown, None, error.what)
+        else:
+            yield Choice(shown, problem)
+
+
+def _refuse_hopeless(choices: list[Choice]) -> None:
+    """Refuse a value that goes with no others: it is a slip, and not one of many choices."""
+    hopeful = {item for choice in choices if choice.problem is not None for item in choice.words.items()}
+    for choice in choices:
+        for name, value in choice.words.items():
+            if (name, value) not in hopeful and (hopeful or name == next(reversed(choice.words))):
+                raise UsageError(choice.refusal, where=f"--{name} {value}")
+
+
+class _Reporter:
+    """Says on standard error how many plans are done: one line, rewritten, on a terminal; else nothing."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.rewrite = count, sys.stderr is not None and sys.stderr.isatty()
+
+    def __call__(self, done: int, swept: Swept) -> None:
+        if self.rewrite:
+            full = 30 * done // self.count
+            words = " ".join(swept.words.values())
+            rewrite_line(f"[{'=' * full}{' ' * (30 - full)}] {done} of {self.count}: {words}")
+
+    def close(self) -> None:
+        """End the line that was being rewritten."""
+        if self.rewrite:
+            rewrite_line("")
