@@ -13,7 +13,6 @@ from zbcompile.formats.problem_json import named_placement
 from zbcompile.schedule.ir import PLACEMENTS
 from zbcompile.schedule.limits import MAX_AMOUNT, check_plannable
 from zbcompile.schedule.problem import Problem
-from zbcompile.show.units import time_unit
 
 if TYPE_CHECKING:
     from zbcompile.planner.changes import Change
@@ -26,6 +25,7 @@ CHANGES_HELP = (
     "value, the usual ones"
 )
 
+_UNITS = ((10**9, "s"), (10**6, "ms"), (10**3, "us"), (1, "ns"))
 _PERCENT = re.compile(r"\+([0-9]{1,6}(?:\.[0-9]{1,6})?)%")
 _COUNT = re.compile(r"\+([0-9]{1,7})")
 _FACTOR = re.compile(r"([0-9]{1,6})x")
@@ -183,5 +183,5 @@ def _round(time_ns: int) -> str:
     """Write the least round time (1, 2 or 5 times a power of ten) that is no shorter, at least 1 ns."""
     power = 10 ** (len(str(max(1, time_ns))) - 1)
     size = next(k * power for k in (1, 2, 5, 10) if k * power >= time_ns)
-    unit = time_unit(size)
-    return f"{size}ns" if size % unit.size_ns else f"{size // unit.size_ns}{unit.name}"
+    length, name = next((n, name) for n, name in _UNITS if size % n == 0)
+    return f"{size // length}{name}"

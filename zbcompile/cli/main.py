@@ -61,7 +61,7 @@ COMMANDS = (
         "plan",
         "zbcompile.cli.plan",
         "find the best order for a profile; schedule JSON on standard output, progress on standard error",
-        f"zbcompile plan {_COSTS} --cap 11GiB -o plan.json",
+        f"zbcompile plan {_COSTS} -o plan.json",
     ),
     Command(
         "show",

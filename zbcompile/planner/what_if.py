@@ -126,7 +126,7 @@ def what_if(
             if observer is not None:
                 observer(name, progress)
 
-        found = _by_rule(change) if change.by_rule else _planned(change, share, seed, tell)
+        found = _by_rule(change, variants) if change.by_rule else _planned(change, share, seed, tell)
         if change.same_actions and not change.by_rule:
             found = _with_known(change, known, variants, found)
         if change.problem is problem and change.fusing is Fusing.AUTO and found.schedule is not None:
@@ -147,9 +147,16 @@ def _planned(change: Change, share: float, seed: int, tell: Callable[[Progress],
     )
 
 
-def _by_rule(change: Change) -> Outcome:
+def _chosen(problem: Problem, variants: Sequence[int]) -> Problem:
+    """Return the problem with the variants that the given order runs."""
+    if not problem.profile.offers_variants:
+        return problem
+    return problem.with_(profile=problem.profile.choose(variants or (0,) * problem.num_stages))
+
+
+def _by_rule(change: Change, variants: Sequence[int]) -> Outcome:
     """Time the forms of the rule of thumb and return the best that fits."""
-    problem = change.problem.with_(profile=change.problem.profile.choose((0,) * change.problem.num_stages))
+    problem = _chosen(change.problem, variants)
     instance, best = Instance.of(problem), Outcome(change.name, None, None, why_not="none of its forms fits")
     rule = window_choices(instance)[0]
     forms = (pattern for pattern in fused_patterns(instance) if pattern.windows == rule)
@@ -166,9 +173,7 @@ def _with_known(
     change: Change, known: Sequence[Schedule], variants: Sequence[int], found: Outcome
 ) -> Outcome:
     """Take a known order where it is shorter under the change than the one found for it."""
-    problem = change.problem
-    if problem.profile.offers_variants:
-        problem = problem.with_(profile=problem.profile.choose(variants or (0,) * problem.num_stages))
+    problem = _chosen(change.problem, variants)
     for schedule in known:
         if not _allowed(schedule, change.fusing):
             continue

@@ -98,6 +98,11 @@ class Difference:
     notes: tuple[str, ...]
 
     @property
+    def alike_costs(self) -> bool:
+        """Whether both have costs or neither has any: else their times cannot be held against each other."""
+        return (self.first.file.problem is None) == (self.second.file.problem is None)
+
+    @property
     def same(self) -> bool:
         """Whether both are the same order of the same problem."""
         return not self.problems and not self.ranks and self.comparable

@@ -25,7 +25,8 @@ def difference_text(found: Difference) -> Group:
     if found.same:
         lines: list[RenderableType] = [Prose("the same order of the same problem", style="bold")]
         return Group(*lines, *(Prose(f"note: {note}") for note in found.notes))
-    return Group(*_problem(found), *_order(found), *_values(found), *_table(found), *_notes(found))
+    figures = [*_values(found), *_table(found)] if found.alike_costs else []
+    return Group(*_problem(found), *_order(found), *figures, *_notes(found))
 
 
 def _notes(found: Difference) -> Iterator[RenderableType]:

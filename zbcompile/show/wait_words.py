@@ -90,7 +90,7 @@ class WaitWords:
         """Say from where what an action waits for comes, and through which ranks it came without delay."""
         what = "an activation" if needs.kind is Kind.FORWARD else "a gradient"
         text = f"{self.name(needs)} waits for {what} of rank {link.rank}, which runs {self.name(link.action)}"
-        text += f" {self.between(link.start_ns, link.end_ns)}"
+        text += f" from {self.between(link.start_ns, link.end_ns)}"
         if not through:
             return text
         if len(through) == 1:
