@@ -106,8 +106,8 @@ def _bash(commands: Sequence[_Command]) -> str:
         for option in command.options:
             if option.values is not None:
                 chosen.setdefault(option.values, []).extend(f'"{command.name} {w}"' for w in option.words)
-        for values, words in chosen.items():
-            lines.append(f'            {"|".join(words)}) words="{" ".join(values)}" ;;')
+        for values, names in chosen.items():
+            lines.append(f'            {"|".join(names)}) words="{" ".join(values)}" ;;')
     lines += ["            *)", '                case "${COMP_WORDS[1]}" in']
     for command in commands:
         words = " ".join((*command.arguments, *(word for o in command.options for word in o.words)))

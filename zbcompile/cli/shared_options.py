@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from zbcompile.cli.hints import hint
@@ -111,7 +111,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def parse_known_args(
-        self, args: Sequence[str] | None = None, namespace: Any = None
+        self, args: Iterable[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Parse as argparse does, but let a command say itself what it does not know."""
         found, rest = super().parse_known_args(args, namespace)
