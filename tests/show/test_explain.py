@@ -143,7 +143,12 @@ def test_the_example_is_explained() -> None:
     assert second.chain[-1].kind == "room"
     assert str(second.chain[-1].until) == "3W1"
     text = drawn(found)
-    for words in ("OPTIMAL", "rank 0 decides the step", "root: rank 3 has no room under its cap for F6"):
+    for words in (
+        "rank 3 runs B0 right behind F0 F0 waits for an activation of rank 0",
+        "OPTIMAL",
+        "rank 0 decides the step",
+        "root: rank 3 has no room under its cap for F6",
+    ):
         assert words in text.replace("\n    ", " "), words
 
 
@@ -163,3 +168,21 @@ def test_an_order_without_costs_is_told_in_units() -> None:
     assert "GiB" not in text
     assert explanation_json(found)["least_cap_bytes"] is None
     assert "no costs" in drawn(found, 1)
+
+
+@pytest.mark.parametrize(
+    "witness",
+    [
+        {"of": "blocking_send"},
+        {"of": "memory_windows", "idle_ns": 1, "windows": [["\x1b[2J"], [[]], {}, 3]},
+        {"of": "work", "work_ns": 10**400, "rank": -(10**400)},
+        {"of": ["work"], "idle_ns": "x"},
+    ],
+)
+def test_a_hostile_witness_is_neither_believed_nor_printed(witness: dict[str, object]) -> None:
+    assert EXAMPLE.certificate is not None
+    for method in ("blocking_send", "memory_windows", "warmup", "last_round_trip", "variants", "crossing"):
+        certificate = replace(EXAMPLE.certificate, method=method, witness=witness)
+        text = drawn(explained(replace(EXAMPLE, certificate=certificate), bubbles=0))
+        assert "\x1b" not in text
+        assert "OPTIMAL" not in text or "So says the file" in text.replace("\n", " ")

@@ -17,6 +17,7 @@ from zbcompile.show.units import format_bytes
 
 __all__ = ["Difference", "RankDifference", "Side", "differences"]
 
+_TOLD_APART = ("profile", "placement", "num_microbatches", "caps")
 _MOST_STAGES = 4
 """Most stages or links whose costs are told one by one."""
 
@@ -188,12 +189,9 @@ def _problems(first: ScheduleFile, second: ScheduleFile) -> Iterator[str]:
         if first.problem is not second.problem:
             yield f"costs: only the {'second' if first.problem is None else 'first'} has any"
         return
-    for name, one, other in (
-        ("objective", first.problem.objective, second.problem.objective),
-        ("transport", first.problem.transport, second.problem.transport),
-    ):
-        if one != other:
-            yield f"{name}: {one} against {other}"
+    for field in fields(Problem):
+        if field.name not in _TOLD_APART:
+            yield from _field(field.name, first.problem, second.problem)
     if a.num_ranks == b.num_ranks:
         yield from _caps(first.problem.caps, second.problem.caps)
     yield from _profiles(first.problem.profile, second.problem.profile)
@@ -230,10 +228,17 @@ def _profiles(a: Profile, b: Profile) -> Iterator[str]:
         ],
         "costs of stages",
     )
-    for name in ("edges", "link", "links", "overhead_ns"):
-        if getattr(a, name) != getattr(b, name):
-            both = f": {a.overhead_ns} against {b.overhead_ns}" if name == "overhead_ns" else " differ"
-            yield f"{'link of all ranks' if name == 'link' else name}{both}"
+    for field in fields(Profile):
+        if field.name not in ("stages", "source"):
+            yield from _field(field.name, a, b)
+
+
+def _field(name: str, a: object, b: object) -> Iterator[str]:
+    """Yield a sentence on a field that differs; only numbers and words are quoted."""
+    one, other = getattr(a, name), getattr(b, name)
+    if one != other:
+        short = isinstance(one, (int, str)) and isinstance(other, (int, str))
+        yield f"{name}: {one} against {other}" if short else f"{name} differ{'s' * (name[-1] != 's')}"
 
 
 def _first_ones(lines: Sequence[str], what: str) -> Iterator[str]:
@@ -251,3 +256,5 @@ def _notes(first: ScheduleFile, second: ScheduleFile) -> Iterator[str]:
         yield f"bounds: {a.bound_ns:,} ns ({a.method}) against {b.bound_ns:,} ns ({b.method})"
     if first.variants != second.variants:
         yield "the variants chosen differ"
+    if first.offered != second.offered:
+        yield "the variants offered differ"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from zbcompile.schedule.wait_roots import Stretch
 from zbcompile.show.bubbles import Bubble, Moment
 from zbcompile.show.explain import Explanation
 from zbcompile.show.prose import Prose
@@ -86,15 +88,19 @@ class _Words(WaitWords):
         who = f"rank {ranks[0]} decides" if len(ranks) == 1 else f"ranks {listed(ranks)} decide"
         yield Prose(f"{who} the step", style="bold")
         yield Prose(f"{objective} of rank {ranks[0]}: {self._shares(self.found.ranks[ranks[0]])}")
-        parts = [
-            f"rank {s.rank} {self.between(s.start_ns, s.end_ns)}"
-            + (f" ({self.name(s.first)})" if s.first == s.last else "")
-            for s in self.found.path
-        ]
+        parts = [self._stretch(list(row)) for _, row in groupby(self.found.path, lambda s: s.rank)]
         if len(parts) > 2 * _MOST_NAMED:
             more = f"{len(parts) - 2 * _MOST_NAMED} more"
             parts = [*parts[:_MOST_NAMED], more, *parts[-_MOST_NAMED:]]
         yield Prose(f"critical path: {', '.join(parts)}")
+
+    def _stretch(self, row: Sequence[Stretch]) -> str:
+        """Write a part of the critical path on one rank, with the messages that it waits for in between."""
+        first, last = row[0], row[-1]
+        text = f"rank {first.rank} {self.between(first.start_ns, last.end_ns)}"
+        if len(row) > 1:
+            return f"{text} with {len(row) - 1} wait{'s' * (len(row) > 2)}"
+        return f"{text} ({self.name(first.first)})" if first.first == first.last else text
 
     def _shares(self, facts: RankFacts) -> str:
         text = f"{self.at(facts.span_ns)} = {self.at(facts.work_ns)} of work"

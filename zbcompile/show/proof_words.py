@@ -14,6 +14,7 @@ from zbcompile.errors import CheckError
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.planner.certify.derive import derivations
 from zbcompile.planner.certify.facts import Derivation, Facts
+from zbcompile.schedule.limits import MAX_AMOUNT
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline
 from zbcompile.show.units import TimeUnit, time_unit
@@ -111,7 +112,7 @@ class _Numbers:
 
     def whole(self, name: str) -> int | None:
         value = self.witness.get(name)
-        return value if type(value) is int else None
+        return value if type(value) is int and 0 <= value <= MAX_AMOUNT else None
 
     def count(self, name: str) -> str:
         value = self.whole(name)
@@ -131,7 +132,8 @@ class _Numbers:
             return ""
         windows = self.rows("windows")
         if windows:
-            first = ", ".join(str(row[0]) for row in windows[:4] if isinstance(row, (list, tuple)) and row)
+            named = [row[0] for row in windows if isinstance(row, (list, tuple)) and row]
+            first = ", ".join(str(number) for number in named[:4] if type(number) is int)
             more = f" and {len(windows) - 4} more" if len(windows) > 4 else ""
             return (
                 f" Between F and B of a microbatch lie {self.time('round_trip_ns')}; memory lets rank {rank}"
@@ -203,7 +205,8 @@ def _one_microbatch(n: _Numbers) -> str:
 
 def _blocking_send(n: _Numbers) -> str:
     inner = n.witness.get("of")
-    text = _reason(inner if isinstance(inner, str) else "", n.witness, n.problem, n.unit)
+    inner = inner if isinstance(inner, str) and inner != "blocking_send" else ""
+    text = _reason(inner, n.witness, n.problem, n.unit)
     return f"sends hold up their rank, so travel times count as part of every F and B. With these, {text}"
 
 

@@ -71,8 +71,8 @@ class WaitWords:
                     needs = link.until
                 k, rank = k + 1, link.rank
                 continue
-            end = k
-            while end + 1 < len(chain) and _goes_on(chain[end], chain[end + 1]):
+            end, turns = k, _is_forward(link.action) is not _is_forward(needs)
+            while not turns and end + 1 < len(chain) and _goes_on(chain[end], chain[end + 1]):
                 end += 1
             if link.rank == rank and end == k:
                 yield f"rank {rank} runs {self.name(needs)} right behind {self.name(link.action)}"
@@ -147,9 +147,12 @@ def _goes_on(one: Link, other: Link) -> bool:
     """Return whether a message went on at once: same kind, same microbatch, from another stage."""
     if other.kind != "made" or one.action.stage == other.action.stage:
         return False
-    forward = one.action.kind is Kind.FORWARD
-    same_kind = forward is (other.action.kind is Kind.FORWARD)
+    same_kind = _is_forward(one.action) is _is_forward(other.action)
     return same_kind and one.action.microbatch == other.action.microbatch
+
+
+def _is_forward(action: Action) -> bool:
+    return action.kind is Kind.FORWARD
 
 
 def listed(numbers: Sequence[int]) -> str:
