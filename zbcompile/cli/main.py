@@ -97,7 +97,7 @@ COMMANDS = (
         "sweep",
         "zbcompile.cli.sweep",
         "plan many combinations: step time against memory, and the best",
-        f"zbcompile sweep {_COSTS} --caps 11GiB,12GiB --time-limit 1",
+        f"zbcompile sweep {_COSTS} --cap 11GiB 12GiB --time-limit .2",
     ),
     Command(
         "convert",
