@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 
@@ -43,3 +44,27 @@ def test_a_command_answers_as_the_page_says(capsys, monkeypatch, command: str, s
 def test_the_page_has_the_twelve_questions() -> None:
     assert len(re.findall(r"^## .*\?$", PAGE, re.MULTILINE)) == 12
     assert len(BLOCKS) == 12
+
+
+def names_in(value: object) -> set[str]:
+    if isinstance(value, dict):
+        return {*value, *(name for part in value.values() for name in names_in(part))}
+    return {name for part in value for name in names_in(part)} if isinstance(value, list) else set()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["explain", "--at", "30%", "--measured", "examples/four-unequal-stages.measured.json"],
+        ["explain", "--what-if", "split=none", "--time-limit", "1"],
+        ["diff", "examples/four-unequal-stages.11GiB.schedule.json"],
+    ],
+    ids=" ".join,
+)
+def test_the_page_names_every_field_of_the_json(capsys, monkeypatch, words: list[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    main([words[0], "examples/four-unequal-stages.schedule.json", *words[1:], "--json"])
+    document = json.loads(capsys.readouterr().out)
+    assert f"`{document['format']}` {document['version']}" in PAGE
+    said = set(re.findall(r"`\.?(\w+)(?:\[\])?`", PAGE))
+    assert not names_in(document) - said - {"format", "version"}
