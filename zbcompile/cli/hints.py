@@ -30,7 +30,7 @@ def hint(message: str, options: Collection[str]) -> str:
     """
     choice, unknown = _CHOICE.search(message), _UNKNOWN.search(message)
     if choice is not None:
-        return _meant([choice.group(1)], re.findall("'([^']*)'", choice.group(2)))
+        return _meant([choice.group(1)], re.findall(r"[\w.-]+", choice.group(2)))
     if unknown is not None:
         words = (word.partition("=")[0] for word in unknown.group(1).split())
         return _meant((word for word in words if word.startswith("-")), options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 
 from zbcompile.schedule.ir import Action, Kind
 from zbcompile.schedule.waits import Waits
@@ -51,8 +51,6 @@ class Splits:
         W time behind the rank's last other action.
     rooms
         Runs of W's without which the F behind them would not fit under the cap.
-    at_once
-        Split backwards whose W follows its B directly: only the gradient leaves sooner.
     saved_ns
         What the fused backwards take less than B and W would.
     """
@@ -63,7 +61,6 @@ class Splits:
     filled_ns: int
     last_ns: int
     rooms: int
-    at_once: int
     saved_ns: int
 
 
@@ -94,7 +91,7 @@ def facts_of(waits: Waits, rank: int) -> RankFacts:
     """Collect the facts of a rank."""
     timeline = waits.timeline
     span = timeline.rank_span[rank] if waits.problem.objective == "span" else timeline.makespan_ns
-    held = sum(pause.held_ns for pause in waits.pauses(rank))
+    held = sum(pause.held_ns for pause in waits.pauses(rank)) if waits.hold else 0
     work = timeline.busy_ns(rank)
     return RankFacts(rank, work, min(held, span - work), span, _peak(waits, rank), _splits(waits, rank))
 
@@ -124,7 +121,8 @@ def _peak(waits: Waits, rank: int) -> Peak:
 
 def _splits(waits: Waits, rank: int) -> Splits:
     """Count a rank's split and fused backwards, and what the W's do where they stand."""
-    row = [(node, waits.action(node)) for node in waits.computes[rank]]
+    first, order = waits.graph.node_of[rank].start, waits.schedule.order[rank]
+    row = [(node, order[node - first]) for node in waits.computes[rank]]
     stages, costs = waits.problem.placement.stages_of(rank), waits.problem.profile.stages
     extra = waits.problem.profile.overhead_ns
     split = Counter(a.stage for _, a in row if a.kind is Kind.BACKWARD_WEIGHT)
@@ -134,12 +132,6 @@ def _splits(waits: Waits, rank: int) -> Splits:
     for stage, count in fused.items():
         cost = costs[stage]
         saved += count * (cost.backward_input_ns + cost.backward_weight_ns + extra - cost.full_backward_ns)
-    at_once = sum(
-        a.kind is Kind.BACKWARD_WEIGHT
-        and b.kind is Kind.BACKWARD_INPUT
-        and (a.stage, a.microbatch) == (b.stage, b.microbatch)
-        for (_, b), (_, a) in pairwise(row)
-    )
     filled, last, rooms = _use_of_weights(waits, rank, row)
     return Splits(
         tuple(split[s] for s in stages),
@@ -148,7 +140,6 @@ def _splits(waits: Waits, rank: int) -> Splits:
         filled,
         last,
         rooms,
-        at_once,
         saved,
     )
 
