@@ -97,23 +97,27 @@ def facts_of(waits: Waits, rank: int) -> RankFacts:
 
 
 def _peak(waits: Waits, rank: int) -> Peak:
-    """Find when a rank first holds most, and for which microbatches."""
+    """Find when a rank first holds most, and for which microbatches.
+
+    F takes its bytes when it starts, every other action when it ends.
+    """
     row, during = waits.schedule.order[rank], waits.during(rank)
-    held = max(during, default=waits.problem.static_bytes(rank))
+    static = waits.problem.static_bytes(rank)
+    held = max(during, default=static)
     flying, waiting = dict[tuple[int, int], None](), dict[tuple[int, int], None]()
-    for k, action in enumerate(row):
-        pair, at_peak = (action.stage, action.microbatch), during[k] == held
+    for k, action in enumerate(row) if held > static else ():
+        if not action.kind.is_compute:
+            continue
+        pair = (action.stage, action.microbatch)
         if action.kind is Kind.FORWARD:
             flying[pair] = None
-        elif at_peak and action.kind is not Kind.BACKWARD_INPUT:
-            return Peak(held, waits.timeline.start[rank][k], tuple(flying), tuple(waiting))
-        elif action.kind is Kind.BACKWARD_INPUT:
-            flying.pop(pair, None)
-            waiting[pair] = None
+        elif action.kind is Kind.BACKWARD_WEIGHT:
+            waiting.pop(pair, None)
         else:
-            for pairs in (flying, waiting):
-                pairs.pop(pair, None) if action.kind.is_compute else None
-        if at_peak:
+            flying.pop(pair, None)
+        if action.kind is Kind.BACKWARD_INPUT:
+            waiting[pair] = None
+        if during[k] == held:
             times = waits.timeline.start if action.kind is Kind.FORWARD else waits.timeline.end
             return Peak(held, times[rank][k], tuple(flying), tuple(waiting))
     return Peak(held, 0, (), ())
