@@ -13,14 +13,14 @@ A root is one of these::
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from zbcompile.schedule.ir import Action, Kind
 from zbcompile.schedule.waits import Waits
 
-__all__ = ["Link", "Stretch", "chain", "critical_path"]
+__all__ = ["Link", "Stretch", "chain", "stretches"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,27 +101,21 @@ def chain(waits: Waits, rank: int, position: int) -> list[Link]:
             return links
 
 
-def critical_path(waits: Waits, rank: int) -> list[Stretch]:
-    """Return the path that decides when a rank ends, from the start of the step on."""
-    row = waits.computes[rank]
-    if not row:
-        return []
-    nodes, node = [], row[-1]
-    while True:
-        nodes.append(node)
-        before = waits.before(node)
-        reached, by = waits.reached(before, node)
-        if waits.start[node] == 0:
-            break
-        if by is not None and reached == waits.start[node] > waits.ready[node]:
-            node = _holder(waits, by, before)
-        elif waits.ready[node] == waits.start[node] and waits.source[node] >= 0:
-            node = _maker(waits, node)
-        else:
-            node = before
-        if node < 0:
-            break
-    return list(_stretches(waits, nodes[::-1]))
+def stretches(waits: Waits, places: Sequence[tuple[int, int]]) -> Iterator[Stretch]:
+    """Join the actions of a path that follow each other on a rank without a pause.
+
+    Parameters
+    ----------
+    places
+        Rank and position of every action, as `zbcompile.schedule.critical_path` gives them.
+    """
+    nodes = [waits.graph.node_of[rank][position] for rank, position in places]
+    first = nodes[0] if nodes else -1
+    for node, after in pairwise([*nodes, -1]):
+        if after < 0 or waits.rank_of(after) != waits.rank_of(node) or waits.start[after] > waits.end(node):
+            rank = waits.rank_of(node)
+            yield Stretch(rank, waits.start[first], waits.end(node), waits.action(first), waits.action(node))
+            first = after
 
 
 def _link(waits: Waits, kind: str, node: int, until_ns: int = 0) -> Link:
@@ -224,30 +218,6 @@ def _block(waits: Waits, node: int) -> int:
     return row[place]
 
 
-def _maker(waits: Waits, node: int) -> int:
-    """Return the compute action that the way of an action's data leads back to."""
-    source = waits.source[node]
-    if source < waits.num_actions:
-        return source if waits.graph.transfer_of[source] < 0 else waits.before(source)
-    return _holder(waits, source, -1)
-
-
-def _holder(waits: Waits, transfer: int, other: int) -> int:
-    """Return the compute action after which a transfer could start, on the side that was later."""
-    while True:
-        left = waits.start[transfer]
-        send = waits.graph.carried[transfer - waits.num_actions]
-        posted = waits.graph.positions.number(send)
-        assert posted is not None
-        if waits.start[posted] == left:
-            return _last_compute(waits, posted)
-        behind = waits.behind.get(transfer)
-        if behind is None or _leaves(waits, behind, transfer) != left:
-            receive = _receive(waits, send)
-            return _last_compute(waits, receive) if receive is not None else other
-        transfer = behind
-
-
 def _receive(waits: Waits, send: Action) -> int | None:
     kind = Kind.RECV_F if send.kind is Kind.SEND_F else Kind.RECV_B
     assert send.peer is not None
@@ -259,13 +229,3 @@ def _last_compute(waits: Waits, node: int) -> int:
     row = waits.computes[waits.rank_of(node)]
     place = bisect_right(row, node) - 1
     return row[place] if place >= 0 else -1
-
-
-def _stretches(waits: Waits, nodes: list[int]) -> Iterator[Stretch]:
-    """Join the nodes of a path that follow each other on a rank."""
-    first = nodes[0]
-    for node, after in pairwise([*nodes, -1]):
-        if after < 0 or waits.rank_of(after) != waits.rank_of(node) or waits.start[after] > waits.end(node):
-            rank = waits.rank_of(node)
-            yield Stretch(rank, waits.start[first], waits.end(node), waits.action(first), waits.action(node))
-            first = after

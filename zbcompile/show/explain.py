@@ -14,12 +14,13 @@ from zbcompile.errors import InfeasibleError, UsageError
 from zbcompile.formats.measured_json import Measured
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.schedule.communication import lowered
+from zbcompile.schedule.critical_path import critical_path
 from zbcompile.schedule.event_graph import EventGraph
 from zbcompile.schedule.ir import Kind
 from zbcompile.schedule.least_memory import check_caps, least_headroom
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, timeline_of
-from zbcompile.schedule.wait_roots import Stretch, critical_path
+from zbcompile.schedule.wait_roots import Stretch, stretches
 from zbcompile.schedule.waits import Waits
 from zbcompile.show.bubbles import Bubble, Moment, longest_bubbles, moments_at
 from zbcompile.show.proof_words import ProofWords, proof_words
@@ -173,7 +174,7 @@ def explained(
         timeline,
         proof_words(file, timeline),
         deciding,
-        tuple(critical_path(waits, deciding[0])),
+        tuple(stretches(waits, critical_path(graph, timeline))),
         tuple(facts_of(waits, r) for r in range(problem.num_ranks)),
         longest_bubbles(waits, asked, bubbles),
         () if at is None else moments_at(waits, asked, at(timeline.makespan_ns)),
