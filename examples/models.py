@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-__all__ = ["gpt2"]
+__all__ = ["gpt2", "mlp"]
 
 
 def gpt2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -30,3 +30,9 @@ def gpt2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     )
     tokens = torch.randint(config.vocab_size, (1, 128), generator=torch.Generator().manual_seed(0))
     return GPT2LMHeadModel(config).train(), {"input_ids": tokens, "labels": tokens}
+
+
+def mlp() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    """Return a small chain of layers, and an input."""
+    layers = (layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Tanh()))
+    return nn.Sequential(*layers), (torch.zeros(8, 64),)

@@ -169,6 +169,47 @@ def _check(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, lis
     return "check", words + _maybe(rng, 0.25, "--certificate") + _maybe(rng, 0.3, "--json")
 
 
+_CHANGES = (
+    *("memory=+20%", "memory=+1", "memory=+1GiB", "memory=least", "memory=none", "link=2x", "link=0-1:+10us"),
+    *("split=all", "split=none", "split=rule", "placement=v", "placement=looped", "placement=0,1,1,0"),
+    *(
+        "microbatches=+1",
+        "microbatches=+1048576",
+        "memory=+99999%",
+        "link=9-9:2x",
+        "split=",
+        "=",
+        "plan.json",
+    ),
+)
+
+
+def _explain(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, list[str]]:
+    words = _schedule_words(rng, put)
+    words += _maybe(rng, 0.3, "--json")
+    if rng.random() < 0.2:
+        words += ["--what-if", _value(rng, *_CHANGES), *_maybe(rng, 0.2, "--what-if")]
+        return "explain", [*words, "--time-limit", _value(rng, "0.02", "0.05")]
+    if rng.random() < 0.1:
+        words += ["--measured", put("m.json", documents.measured(rng))]
+    words += _maybe(rng, 0.2, "--rank", _value(rng, "0", "1", "2", "1048576"))
+    words += _maybe(rng, 0.2, "--at", _value(rng, "0ns", "1us", "10ms", "30%", "100%"))
+    return "explain", words + _maybe(rng, 0.2, "--bubbles", _value(rng, "0", "1", "100"))
+
+
+def _diff(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, list[str]]:
+    texts = [documents.schedule(rng), documents.schedule(rng)]
+    if rng.random() < 0.4:
+        texts[1] = texts[0]
+    names = [f"{name}.{ending}" if ending else name for name, (_, ending) in zip("st", texts, strict=True)]
+    files = [put(name, text) for name, (text, _) in zip(names, texts, strict=True)]
+    return "diff", files + _maybe(rng, 0.3, "--json")
+
+
+def _completion(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, list[str]]:
+    return "completion", _maybe(rng, 0.9, _value(rng, "bash", "zsh", "fish", "tcsh"))
+
+
 def _convert(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, list[str]]:
     words = _schedule_words(rng, put)
     if rng.random() < 0.1:
@@ -251,5 +292,8 @@ def _nothing(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, l
     return rng.choice((*NASTY, "--help", "--version", "pla", "help", "--frob")), _maybe(rng, 0.3, "x")
 
 
-_COMMANDS = (_show, _check, _convert, _plan, _compare, _schema, _profile, _bisect, _rehearse, _demo, _nothing)
-_WEIGHTS = (25, 20, 22, 16, 3, 3, 2, 1, 3, 2, 3)
+_COMMANDS = (
+    *(_show, _check, _convert, _plan, _compare, _schema, _profile, _bisect, _rehearse, _demo, _nothing),
+    *(_explain, _diff, _completion),
+)
+_WEIGHTS = (22, 17, 19, 14, 3, 3, 2, 1, 3, 2, 3, 11, 5, 1)

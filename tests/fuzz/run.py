@@ -106,7 +106,8 @@ def _wrong(case: Case, code: object, out: str, err: str, *, silent: bool = False
         left = _CONTROL.search(_STYLE.sub("", text) if coloured else text)
         if left is not None:
             wrong.append(f"control character {left[0]!r} on standard {name}")
-    if code not in (0, 130) and not (err or silent or "--json" in case.words):
+    said = err or (out and "diff" in case.words[:1])
+    if code not in (0, 130) and not (said or silent or "--json" in case.words):
         wrong.append(f"exit code {code} without a word")
     return wrong
 

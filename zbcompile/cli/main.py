@@ -37,49 +37,104 @@ class Command(NamedTuple):
         The module with ``add_options(parser)`` and ``run(arguments) -> int``.
     help
         What it does, in one line.
+    example
+        A call of it that runs in the repository's folder; ``--help`` ends with it.
     """
 
     name: str
     module: str
     help: str
+    example: str
 
+
+_PLAN = "examples/four-unequal-stages.schedule.json"
+_COSTS = "examples/profiles/four-unequal-stages.json"
 
 COMMANDS = (
     Command(
         "demo",
         "zbcompile.cli.demo",
         "compile a GPT-2 into 4 stages, plan it, draw it, train it on 4 processes and compare with autograd",
+        "zbcompile demo --steps 1",
     ),
     Command(
         "plan",
         "zbcompile.cli.plan",
         "find the best order for a profile; schedule JSON on standard output, progress on standard error",
+        f"zbcompile plan {_COSTS} -o plan.json",
     ),
-    Command("show", "zbcompile.cli.show", "draw a schedule: work, bubbles, messages and memory, to scale"),
+    Command(
+        "show",
+        "zbcompile.cli.show",
+        "draw a schedule: work, bubbles, messages and memory, to scale",
+        f"zbcompile show {_PLAN} --from 20% --to 60%",
+    ),
     Command(
         "check",
         "zbcompile.cli.check",
         "judge a schedule: complete, in order, free of deadlock, under the cap; exit code 1 if not",
+        f"zbcompile check {_PLAN} --certificate",
     ),
-    Command("compare", "zbcompile.cli.compare", "every classic order and ours, at equal memory"),
-    Command("sweep", "zbcompile.cli.sweep", "plan many combinations: step time against memory, and the best"),
-    Command("convert", "zbcompile.cli.convert", "turn a schedule into another form"),
+    Command(
+        "explain",
+        "zbcompile.cli.explain",
+        "say why an order is as long as it is, and what else would pay",
+        f"zbcompile explain {_PLAN} --rank 3 --at 40ms",
+    ),
+    Command(
+        "diff",
+        "zbcompile.cli.diff",
+        "where two schedules differ; exit code 1 if they do",
+        f"zbcompile diff {_PLAN} plan.json",
+    ),
+    Command(
+        "compare",
+        "zbcompile.cli.compare",
+        "every classic order and ours, at equal memory",
+        f"zbcompile compare {_COSTS} --time-limit 1",
+    ),
+    Command(
+        "sweep",
+        "zbcompile.cli.sweep",
+        "plan many combinations: step time against memory, and the best",
+        f"zbcompile sweep {_COSTS} --cap 11GiB 12GiB --time-limit .2",
+    ),
+    Command(
+        "convert",
+        "zbcompile.cli.convert",
+        "turn a schedule into another form",
+        f"zbcompile convert {_PLAN} --to csv -o plan.csv",
+    ),
     Command(
         "profile",
         "zbcompile.cli.profile",
         "cut a model into stages and measure or count what they cost; profile JSON on standard output",
+        "zbcompile profile examples/models.py:mlp --stages 2 -o costs.json",
     ),
     Command(
         "bisect",
         "zbcompile.cli.bisect",
         "compare a model's stages with plain autograd and name the rewrite behind a wrong gradient",
+        "zbcompile bisect examples/models.py:mlp --stages 2",
     ),
     Command(
         "rehearse",
         "zbcompile.cli.rehearse",
         "run a schedule on real processes with sleeping compute; planned against measured",
+        f"zbcompile rehearse {_PLAN} --steps 1",
     ),
-    Command("schema", "zbcompile.cli.schema", "print the JSON Schema of a file format"),
+    Command(
+        "schema",
+        "zbcompile.cli.schema",
+        "print the JSON Schema of a file format",
+        "zbcompile schema schedule",
+    ),
+    Command(
+        "completion",
+        "zbcompile.cli.completion",
+        "print a script that completes commands and options in bash, zsh or fish",
+        "zbcompile completion bash",
+    ),
 )
 
 
@@ -105,6 +160,7 @@ def build_parser(names: Collection[str] | None = None) -> argparse.ArgumentParse
         if names is None or command.name in names:
             module = importlib.import_module(command.module)
             module.add_options(own)
+            own.epilog = "\n".join(filter(None, (own.epilog, "example:", f"  {command.example}")))
             own.set_defaults(run=module.run)
     return parser
 

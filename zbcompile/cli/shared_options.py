@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from zbcompile.cli.hints import hint
 from zbcompile.errors import UsageError
 from zbcompile.formats.files import Output
 from zbcompile.formats.streams import say, write_output
@@ -25,6 +27,7 @@ __all__ = [
     "add_schedule_input",
     "add_search_options",
     "columns",
+    "index",
     "output",
     "positive",
     "seconds",
@@ -88,11 +91,33 @@ def add_output(parser: argparse.ArgumentParser, what: str) -> None:
     )
 
 
+class _Help(argparse.HelpFormatter):
+    """Wraps a text line by line; one that is indented, an example, stays as it is."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = text.split("\n")
+        return "\n".join(
+            line if line.startswith(" ") else super(_Help, self)._fill_text(line, width, indent)
+            for line in lines
+        )
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that takes no abbreviations and writes through `zbcompile.formats.streams`."""
 
     def __init__(self, prog: str, description: str, epilog: str = "") -> None:
-        super().__init__(prog=prog, description=description, epilog=epilog, allow_abbrev=False)
+        super().__init__(
+            prog=prog, description=description, epilog=epilog, allow_abbrev=False, formatter_class=_Help
+        )
+
+    def parse_known_args(
+        self, args: Iterable[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """Parse as argparse does, but let a command say itself what it does not know."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         """Write help and version as data, the rest as talk."""
@@ -102,8 +127,10 @@ class Parser(argparse.ArgumentParser):
             write_output(message)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong with the arguments, and end with 2."""
-        say(self.format_usage() + f"{self.prog}: error: {message}")
+        """Say what is wrong with the arguments and what was probably meant, and end with 2."""
+        meant = hint(message, self._option_string_actions)
+        lines = f"{self.format_usage()}{self.prog}: error: {message}"
+        say(f"{lines}\n{meant}" if meant else lines)
         self.exit(2)
 
 
@@ -123,6 +150,11 @@ def positive(text: str) -> int:
         It is not.
     """
     return _whole(text, 1, MAX_COUNT)
+
+
+def index(text: str) -> int:
+    """Read a number that counts from 0; raises as `positive`."""
+    return _whole(text, 0, MAX_COUNT)
 
 
 def columns(text: str) -> int:

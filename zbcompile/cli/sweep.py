@@ -35,10 +35,7 @@ _MOST = 1000
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.epilog = (
-        "Every option takes several values, each combination is planned. Example: zbcompile sweep "
-        "examples/profiles/gpt-1.5b-p8-m24.json --cap 1p 1.5p 2p --microbatches 16 32 --time-limit .2"
-    )
+    parser.epilog = "Every option takes several values, each combination is planned."
     parser.add_argument("profile", type=words, help="profile JSON, - for standard input")
     parser.add_argument("--cap", type=words, nargs="+", metavar="BYTES", help="memory per rank, as in plan")
     parser.add_argument(

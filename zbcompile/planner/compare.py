@@ -14,9 +14,9 @@ from zbcompile.schedule.limits import MOST_COMPARED_STAGES, check_plannable, che
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
 
-__all__ = ["Comparison", "compare", "verdict"]
+__all__ = ["WITHOUT_ZERO_BUBBLE", "Comparison", "compare", "verdict"]
 
-_FUSED = ("1F1B", "GPipe", "interleaved 1F1B")
+WITHOUT_ZERO_BUBBLE = ("1F1B", "GPipe", "interleaved 1F1B")
 """Orders without zero bubble: what a user would run otherwise."""
 
 
@@ -169,7 +169,7 @@ def verdict(rows: list[Comparison], threshold: float = 0.01) -> str:
     It does not pay if it saves less than ``threshold``.
     """
     ours = next(row for row in rows if row.is_ours)
-    plain = [row for row in rows if row.name in _FUSED]
+    plain = [row for row in rows if row.name in WITHOUT_ZERO_BUBBLE]
     fitting = [row for row in plain if row.fits]
     if not plain:
         return "no published order without zero bubble exists for this placement"
@@ -177,5 +177,5 @@ def verdict(rows: list[Comparison], threshold: float = 0.01) -> str:
     saved = 1 - ours.value_ns / best.value_ns
     where = "" if fitting else " (which does not fit under the caps)"
     if saved < threshold:
-        return f"zero bubble does not pay here: {saved:.1%} shorter than {best.name}{where}"
-    return f"{saved:.1%} shorter than {best.name}{where}"
+        return f"zero bubble does not pay here: {100 * saved:.1f} % shorter than {best.name}{where}"
+    return f"{100 * saved:.1f} % shorter than {best.name}{where}"

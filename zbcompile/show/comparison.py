@@ -9,10 +9,10 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from zbcompile.planner.compare import Comparison, verdict
+from zbcompile.planner.compare import WITHOUT_ZERO_BUBBLE, Comparison, verdict
 from zbcompile.show.units import format_bytes, found_by, percent, time_unit
 
-__all__ = ["comparison_json", "comparison_table"]
+__all__ = ["comparison_json", "comparison_table", "worth"]
 
 
 def comparison_table(rows: Sequence[Comparison]) -> Group:
@@ -50,7 +50,20 @@ def comparison_table(rows: Sequence[Comparison]) -> Group:
         f"ours there: our {objective}, every rank's cap at that order's peak; gap left: to the proved bound"
     )
     note += "".join(f"\n{row.name}: {found_by(row.lineage)}" for row in rows if row.is_ours and row.lineage)
-    return Group(Text(verdict(list(rows)), style="bold"), Text(), table, Text(), Text(note, style="dim"))
+    return Group(Text(worth(rows), style="bold"), Text(), table, Text(), Text(note, style="dim"))
+
+
+def worth(rows: Sequence[Comparison]) -> str:
+    """Say in one sentence whether zero bubble is worth it here, and what is gained over published orders."""
+    said = verdict(list(rows))
+    ours = next(row for row in rows if row.is_ours)
+    known = [row for row in rows if row.fits and not row.is_ours and row.name not in WITHOUT_ZERO_BUBBLE]
+    best = min(known, key=lambda row: row.value_ns, default=None)
+    if "does not pay" in said or best is None or not best.value_ns:
+        return said
+    saved = 1 - ours.value_ns / best.value_ns
+    over = f"{percent(saved)} shorter than" if saved > 0 else "as long as"
+    return f"zero bubble is worth it here: {said}, {over} {best.name}, the best published with it that fits"
 
 
 def _gap(row: Comparison) -> str:
@@ -65,7 +78,7 @@ def comparison_json(rows: Sequence[Comparison]) -> dict[str, object]:
     """Return the table as plain values: times in ns, memory in bytes, shares as fractions."""
     return {
         "objective": rows[0].objective,
-        "verdict": verdict(list(rows)),
+        "verdict": worth(rows),
         "orders": [
             {
                 "name": row.name,

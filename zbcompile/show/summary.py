@@ -27,6 +27,7 @@ __all__ = [
     "proof_line",
     "remarks",
     "summarize",
+    "timeline_remarks",
     "to_json",
     "unit_problem",
 ]
@@ -123,7 +124,12 @@ def summarize(file: ScheduleFile, timeline: Timeline | None = None) -> Summary:
 
 def remarks(summary: Summary) -> list[str]:
     """Return what is wrong with an order that can run: missing work, wrong ranks, exceeded caps."""
-    schedule, problem = summary.timeline.schedule, summary.timeline.problem
+    return timeline_remarks(summary.timeline)
+
+
+def timeline_remarks(timeline: Timeline) -> list[str]:
+    """Return the same of a timed order."""
+    schedule, problem = timeline.schedule, timeline.problem
     count, strangers, rank_of = dict.fromkeys(Kind, 0), 0, problem.placement.rank_of
     for rank, row in enumerate(schedule.order):
         for action in row:
@@ -137,7 +143,7 @@ def remarks(summary: Summary) -> list[str]:
             found.append(f"the order has {given} of {whole} {kind.value} actions")
     if strangers:
         found.append(f"{strangers} actions stand on another rank than their stage's")
-    for rank, (peak, cap) in enumerate(zip(summary.timeline.peak_bytes, problem.caps, strict=True)):
+    for rank, (peak, cap) in enumerate(zip(timeline.peak_bytes, problem.caps, strict=True)):
         if cap is not None and peak > cap:
             found.append(f"rank {rank} holds {format_bytes(peak)}, over its cap of {format_bytes(cap)}")
     return found
