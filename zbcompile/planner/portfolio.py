@@ -36,7 +36,7 @@ _SHORT = (
     KindRanking(),
     Shortlist(),
     Redispatch(),
-    Fold(last=9),
+    Fold(rounds=3),
     OffsetKeyOrders(always=True),
     Fold(),
     Anneal(),

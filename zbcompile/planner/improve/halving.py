@@ -29,8 +29,8 @@ _CHAIN_HEATS = (4e-4, 3e-3, 1e-3, 1.5e-4)
 """First temperatures to take in turn, as shares of the value; a chain's values lie further apart. Under
 little memory the first one only."""
 
-_LAST = 27
-"""Tries of the last round, in those of the first."""
+_ROUNDS = 4
+"""Rounds of halving: the last has 27 times the tries of the first."""
 
 _APART = 1_000_003
 """Between the random choices of one turn and those of the next."""
@@ -60,7 +60,7 @@ class Shortlist:
 class Fold:
     """Anneals the orders with a periodic middle without its repetitions."""
 
-    last: int = _LAST
+    rounds: int = _ROUNDS
     name: str = "fold"
 
     def applies(self, run: Run) -> bool:
@@ -77,8 +77,7 @@ class Fold:
                 folded = fold(run.instance, order.codes, run.scorer)
             if folded is not None:
                 starts.append(_Annealed(folded, order))
-        tries = run.effort.anneal
-        for found in _halve(run, starts, tries, self.last * tries):
+        for found in _halve(run, starts, run.effort.anneal, self.rounds):
             order = found.order.then(self.name, found.folded.unfold(), found.score)
             yield replace(order, folded=found.folded)
 
@@ -124,7 +123,6 @@ class AnnealOn:
         """Yield all orders found."""
         run.reserve_s = 0.0  # the proofs have had their share
         first = [order for order in run.promising(wide=True) if not {"anneal", self.name} & {*order.lineage}]
-        last = _LAST * run.effort.anneal
         for turn in itertools.count(1):
             best = run.promising()[:_AGAIN]
             if not best or run.done:
@@ -133,7 +131,7 @@ class AnnealOn:
             if turn % 2 and first:
                 ladder = _ladder(run, first, used)
             else:
-                ladder = _halve(run, _whole(run, best), last // 3, last, used)
+                ladder = _halve(run, _whole(run, best), 9 * run.effort.anneal, 2, used)
             found = []
             for one in ladder:
                 found.append(one.order.then(self.name, one.folded.codes, one.score))
@@ -158,10 +156,10 @@ def _whole(run: Run, orders: list[Order]) -> list[_Annealed]:
 def _ladder(run: Run, orders: list[Order], used: int = 0) -> Iterator[_Annealed]:
     """Anneal whole orders by halving; yield all that is found."""
     tries = run.effort.anneal * 3 // 2 if run.is_tight else run.effort.anneal
-    return _halve(run, _whole(run, orders), tries, _LAST * tries, used)
+    return _halve(run, _whole(run, orders), tries, _ROUNDS, used)
 
 
-def _halve(run: Run, starts: list[_Annealed], tries: int, last: int, used: int = 0) -> Iterator[_Annealed]:
+def _halve(run: Run, starts: list[_Annealed], tries: int, rounds: int, used: int = 0) -> Iterator[_Annealed]:
     """Anneal all; the better third goes on with three times the tries. Yield all that is found.
 
     Of a few the best two go on.
@@ -172,16 +170,16 @@ def _halve(run: Run, starts: list[_Annealed], tries: int, last: int, used: int =
         The run.
     starts
         The orders to begin with.
-    tries, last
-        Tries per order in the first round, and in the last.
+    tries, rounds
+        Tries per order in the first round, and how many rounds there are.
     used
         How many orders were annealed before: it decides the random choices.
     """
     pace = _Pace(run)
-    while starts and not run.done and run.seconds_left > run.reserve_s:
-        rounds = sum(tries * 3**k <= last for k in range(8))
-        share = pace.share(len(starts) * tries * rounds)
-        tries, last = max(1, int(tries * share)), max(1, int(last * share))
+    for left in range(rounds, 0, -1):
+        if not starts or run.done or run.seconds_left <= run.reserve_s:
+            return
+        tries = max(1, int(tries * pace.share(len(starts) * tries * left)))
         found: list[tuple[Score, _Annealed]] = []
         for annealed in _round(run, starts, tries, used):
             score = run.scorer.score(annealed.folded.unfold())
@@ -192,8 +190,6 @@ def _halve(run: Run, starts: list[_Annealed], tries: int, last: int, used: int =
                 return
         pace.done += len(starts) * tries
         used += len(starts)
-        if tries >= last:
-            return
         tries *= 3
         found.sort(key=lambda entry: entry[0])
         kept = [one for k, (score, one) in enumerate(found) if k == 0 or score != found[k - 1][0]]
