@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -39,7 +40,9 @@ class Changed:
         self.jumps = Annealer(self.instance).jumps
         self.offsets, _ = pack(self.instance, codes)
         self.cells, self.at = lay_out(self.instance, codes, seed + 1)
-        assert rebuild(self.cells, self.at) == self.truth()[1]
+        truth = self.truth()
+        assert truth is not None
+        assert rebuild(self.cells, self.at) == truth[1]
 
     def truth(self) -> tuple[int, int] | None:
         """Objective and score of the line as it is."""
@@ -99,7 +102,7 @@ def test_what_is_timed_anew_equals_the_whole_clock(seed: int) -> None:
         if kept:
             keep(cells, at, *window, truth[1])
             assert (worst_of(cells, at), score_of(cells, at)) == truth
-            codes = [[] for _ in range(at.num_ranks)]
+            codes: list[list[tuple[int, int]]] = [[] for _ in range(at.num_ranks)]
             for k in range(at.num_places):
                 codes[cells[at.rank_at + k]].append(divmod(int(cells[at.line + k]), at.num_stages))
             waits = [int(gap) for gap in cells[at.gaps : at.gaps + at.num_places]]
@@ -113,7 +116,7 @@ ORDERS = json.loads((DATA / "vmin_orders.json").read_text())["orders"]
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: str(order["profile"]))
-def test_the_judge_accepts_the_known_v_min_orders(order: dict) -> None:
+def test_the_judge_accepts_the_known_v_min_orders(order: dict[str, Any]) -> None:
     """At their stated values, and under the peer's own peak of memory."""
     m = int(order["profile"].split("m=")[1])
     row = next(r for r in PEER if (r["set"], r["cost"], r["p"], r["m"]) == ("paper", "1.5B", 8, m))

@@ -57,7 +57,8 @@ def renumber(cells: Vector, at: Layout, low: int, high: int) -> None:
 @jit
 def place_from(cells: Vector, at: Layout, rank: int, position: int) -> int:
     """Return the first place of a rank's row whose position is ``position`` or later."""
-    low, high = cells[at.row + rank], cells[at.row + rank + 1]
+    low: int = cells[at.row + rank]
+    high: int = cells[at.row + rank + 1]
     while low < high:
         middle = (low + high) >> 1
         if cells[at.position + middle] < position:
@@ -75,7 +76,8 @@ def end_before(cells: Vector, at: Layout, rank: int, place: int) -> int:
         code = cells[at.kept_line + k]
         group = cells[at.group + code]
         if group >= 0:
-            return time + cells[at.kept_ends + group * at.num_microbatches + cells[at.kept_number + k]]
+            end: int = cells[at.kept_ends + group * at.num_microbatches + cells[at.kept_number + k]]
+            return time + end
         time += cells[at.length + code]
         k -= 1
     return time
@@ -94,7 +96,7 @@ def noted_ahead(cells: Vector, at: Layout, values: int, rank: int, place: int, l
         code = cells[at.kept_line + k]
         group = cells[at.group + code]
         if group >= 0:
-            noted = cells[values + group * at.num_microbatches + cells[at.kept_number + k]]
+            noted: int = cells[values + group * at.num_microbatches + cells[at.kept_number + k]]
             return noted + time if values == at.tail else noted - time
         time += cells[at.length + code]
         k += 1

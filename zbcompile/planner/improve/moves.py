@@ -29,7 +29,8 @@ def random_bits(cells: Vector, at: Layout) -> int:
 @jit
 def below(cells: Vector, at: Layout, count: int) -> int:
     """Return a random number from 0 to ``count`` - 1."""
-    return (random_bits(cells, at) * count) >> 32
+    number: int = (random_bits(cells, at) * count) >> 32
+    return number
 
 
 @jit

@@ -149,10 +149,11 @@ def _follow(cells: Vector, at: Layout, end: int, far: int) -> None:
 @jit
 def _row_end(cells: Vector, at: Layout, rank: int) -> int:
     """Return when a rank ends in the changed order."""
-    end = cells[at.row + rank + 1]
+    end: int = cells[at.row + rank + 1]
+    time: int = cells[at.clock + rank]
     if end > cells[at.row + rank] and cells[at.position + end - 1] > cells[at.state + TIMED_TO]:
-        return end_before(cells, at, rank, end)
-    return cells[at.clock + rank]
+        time = end_before(cells, at, rank, end)
+    return time
 
 
 @jit
@@ -233,13 +234,14 @@ def retime(cells: Vector, at: Layout, begin: int, end: int, most: int) -> int:
     cells[at.state + LATE_TO] = -1
     cells[at.state + ROWS_DIFFER] = 0
     _open(cells, at, begin, end)
-    far = _sweep(cells, at, end, (most - at.others_work) // (100 * at.num_ranks + 1))
+    far: int = _sweep(cells, at, end, (most - at.others_work) // (100 * at.num_ranks + 1))
     if far < 0:
         return far
     _follow(cells, at, end, far)
     if at.is_span == 1:
         _look_back(cells, at, begin, end)
-    return _score(cells, at)
+    score: int = _score(cells, at)
+    return score
 
 
 @jit
@@ -293,6 +295,6 @@ def rebuild(cells: Vector, at: Layout) -> int:
     cells[at.state + LATE_TO] = -1
     if at.is_span == 1:
         _look_back(cells, at, 0, size - 1)
-    score = _score(cells, at)
+    score: int = _score(cells, at)
     keep(cells, at, 0, size - 1, score)
     return score
