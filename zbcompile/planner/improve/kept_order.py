@@ -17,6 +17,7 @@ from zbcompile.planner.improve.cells import (
 )
 
 __all__ = [
+    "copy_slots",
     "end_before",
     "keep",
     "last_tail",
@@ -124,6 +125,17 @@ def worst_of(cells: Vector, at: Layout) -> int:
 
 
 @jit
+def copy_slots(cells: Vector, at: Layout, target: int, source: int, begin: int, end: int) -> None:
+    """Copy what is noted per slot for the positions ``begin`` to ``end`` of the order at hand."""
+    for t in range(begin, end + 1):
+        k = cells[at.order + t]
+        group = cells[at.group + cells[at.kept_line + k]]
+        if group >= 0:
+            slot = group * at.num_microbatches + cells[at.kept_number + k]
+            cells[target + slot] = cells[source + slot]
+
+
+@jit
 def keep(cells: Vector, at: Layout, begin: int, end: int, score: int) -> None:
     """Make the changed order, as `retime` timed it, the one at hand."""
     m = at.num_microbatches
@@ -140,18 +152,8 @@ def keep(cells: Vector, at: Layout, begin: int, end: int, score: int) -> None:
         group = cells[at.group + cells[at.line + k]]
         if group >= 0:
             cells[at.place_of + group * m + cells[at.number + k]] = k
-    for t in range(begin, cells[at.state + TIMED_TO] + 1):
-        k = cells[at.order + t]
-        group = cells[at.group + cells[at.line + k]]
-        if group >= 0:
-            slot = group * m + cells[at.number + k]
-            cells[at.kept_ends + slot] = cells[at.ends + slot]
-    for t in range(cells[at.state + LATE_FROM], cells[at.state + LATE_TO] + 1):
-        k = cells[at.order + t]
-        group = cells[at.group + cells[at.line + k]]
-        if group >= 0:
-            slot = group * m + cells[at.number + k]
-            cells[at.kept_late + slot] = cells[at.late + slot]
+    copy_slots(cells, at, at.kept_ends, at.ends, begin, cells[at.state + TIMED_TO])
+    copy_slots(cells, at, at.kept_late, at.late, cells[at.state + LATE_FROM], cells[at.state + LATE_TO])
     cells[at.state + KEPT_SCORE] = score
     cells[at.state + KEPT_WORST] = cells[at.state + WORST]
     _note_gaps(cells, at)

@@ -13,7 +13,14 @@ from __future__ import annotations
 
 from zbcompile.planner.core.compiled import Vector, jit
 from zbcompile.planner.improve.cells import LATE_FROM, LATE_TO, ROWS_DIFFER, TIMED_TO, WORST, Layout
-from zbcompile.planner.improve.kept_order import end_before, keep, last_tail, noted_ahead, place_from
+from zbcompile.planner.improve.kept_order import (
+    copy_slots,
+    end_before,
+    keep,
+    last_tail,
+    noted_ahead,
+    place_from,
+)
 
 __all__ = ["rebuild", "restore", "retime"]
 
@@ -247,19 +254,8 @@ def retime(cells: Vector, at: Layout, begin: int, end: int, most: int) -> int:
 @jit
 def restore(cells: Vector, at: Layout, begin: int) -> None:
     """Take back what `retime` noted of a changed order; the window began at position ``begin``."""
-    m = at.num_microbatches
-    for t in range(begin, cells[at.state + TIMED_TO] + 1):
-        k = cells[at.order + t]
-        group = cells[at.group + cells[at.kept_line + k]]
-        if group >= 0:
-            slot = group * m + cells[at.kept_number + k]
-            cells[at.ends + slot] = cells[at.kept_ends + slot]
-    for t in range(cells[at.state + LATE_FROM], cells[at.state + LATE_TO] + 1):
-        k = cells[at.order + t]
-        group = cells[at.group + cells[at.kept_line + k]]
-        if group >= 0:
-            slot = group * m + cells[at.kept_number + k]
-            cells[at.late + slot] = cells[at.kept_late + slot]
+    copy_slots(cells, at, at.ends, at.kept_ends, begin, cells[at.state + TIMED_TO])
+    copy_slots(cells, at, at.late, at.kept_late, cells[at.state + LATE_FROM], cells[at.state + LATE_TO])
 
 
 @jit
