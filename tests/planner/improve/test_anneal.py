@@ -17,11 +17,16 @@ from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.core.tables import pack
 from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.improve.cells import TOUCHED, lay_out
+from zbcompile.planner.improve.halving import Anneal, AnnealOn
 from zbcompile.planner.improve.kept_order import keep, renumber, score_of, worst_of
 from zbcompile.planner.improve.moves import move_many, move_one
 from zbcompile.planner.improve.retime import rebuild, restore, retime
-from zbcompile.planner.plan import plan
+from zbcompile.planner.parts import search
+from zbcompile.planner.plan import PartRun, plan
+from zbcompile.planner.run import Effort, Options, Run
 from zbcompile.planner.starts.initial import one_at_a_time
+from zbcompile.planner.starts.offset_key_orders import OffsetKeyOrders
+from zbcompile.planner.starts.v_list import VList
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Action, Placement, Schedule
@@ -130,14 +135,36 @@ def test_the_judge_accepts_the_known_v_min_orders(order: dict[str, Any]) -> None
     assert simulate(schedule, problem).span_ns == round(order["span_ms"] * 1e6)
 
 
+def small_v(p: int, cap: int, m: int) -> Problem:
+    """Equal stages in a V, times 2:2:1; ``cap`` in activations of half a stage."""
+    return Problem.of(Profile.uniform(StageCost.simple(2, 2, 1, 2, 1), 2 * p), Placement.v(p), m, 2 * cap)
+
+
+def test_annealing_goes_on_until_the_limit_but_not_where_a_level_is_asked_for() -> None:
+    """And is left out where the exact model, which uses the time too, is built."""
+    problem, effort = small_v(4, 4, 6), Effort(0, 12, 12, 6, 12, 60, 4, 0)
+    parts = (VList(), OffsetKeyOrders(), Anneal(), AnnealOn(larger_than=0))
+    seen: list[PartRun] = []
+    run = Run(problem, Options(trace=seen.append), time_limit_s=1.0, effort=effort)
+    search(run, parts)
+    assert [part.name for part in seen][-1] == "anneal_on"
+    assert run.seconds_left <= 0 or run.proved
+    counted = Run(problem, Options(level=1), time_limit_s=60, effort=effort)
+    search(counted, parts)
+    assert counted.seconds_left > 30
+    assert run.value is not None
+    assert counted.value is not None
+    assert run.value <= counted.value
+    assert not AnnealOn(larger_than=run.actions).applies(run)
+
+
 @pytest.mark.parametrize(("p", "cap", "m", "best"), [(3, 3, 6, 96), (4, 4, 6, 89)])
 def test_annealing_finds_the_best_orders_of_small_v_under_little_memory(
     p: int, cap: int, m: int, best: int
 ) -> None:
-    """Proved best by exact search; ``cap`` in activations of half a stage. Annealing ended at 99 before."""
-    problem = Problem.of(Profile.uniform(StageCost.simple(2, 2, 1, 2, 1), 2 * p), Placement.v(p), m, 2 * cap)
+    """Proved best by exact search. The first ended at 99 before."""
     found = plan(
-        problem, time_limit_s=60, level=1, without={"exact", "quick_exact", "from_below"}
+        small_v(p, cap, m), time_limit_s=60, level=1, without={"exact", "quick_exact", "from_below"}
     ).certificate
     assert found.value_ns == best
     assert "anneal" in found.lineage
