@@ -23,6 +23,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from zbcompile.compiler.stages import build_stages
 from zbcompile.passes.profile.counted import counted_profile
 from zbcompile.runtime.launch import spawn
 from zbcompile.runtime.verbs import Rank
+from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.held_gradients import held_sets
 from zbcompile.schedule.ir import Placement, Schedule
 from zbcompile.schedule.least_memory import least_headroom
@@ -79,12 +81,9 @@ def model_of(widths: tuple[int, ...]) -> nn.Sequential:
     )
 
 
-def random_case(number: int, ranks: int, width: int = 8192) -> Case:
-    """Return a plan's problem; ``width`` is the least of a stage's layers, four times that the most."""
-    rng = random.Random(number)
-    placement = rng.choice((Placement.linear(ranks), Placement.v(ranks), Placement.looped(ranks)))
-    widths = tuple(width * rng.randint(1, 4) for _ in range(placement.num_stages))
-    rows, count = rng.choice((16, 32)), rng.randint(4, 10)
+@cache
+def counted(widths: tuple[int, ...], rows: int) -> Profile:
+    """Return the counted profile of a model's stages, for microbatches of so many rows."""
     x = torch.zeros(rows, NARROW)
     names = [str(k) for k in range(1, len(widths))]
     staged = build_stages(
@@ -96,7 +95,21 @@ def random_case(number: int, ranks: int, width: int = 8192) -> Case:
         split_points=names,
         verify=False,
     )
-    profile = counted_profile(staged.stages, "CPU")
+    return counted_profile(staged.stages, "CPU")
+
+
+def random_case(number: int, ranks: int, width: int = 8192) -> Case:
+    """Return a plan's problem; ``width`` is the least of a stage's layers, four times that the most.
+
+    Five plans after each other are of one model.
+    """
+    rng = random.Random(number // 5)
+    placement = rng.choice((Placement.linear(ranks), Placement.v(ranks), Placement.looped(ranks)))
+    widths = tuple(width * rng.randint(1, 4) for _ in range(placement.num_stages))
+    rows = rng.choice((16, 32))
+    profile = counted(widths, rows)
+    rng = random.Random(number)
+    count = rng.randint(4, 10)
     stages = []
     for cost in profile.stages:
         f, b, w = (rng.randint(18_000, 22_000) for _ in range(3))

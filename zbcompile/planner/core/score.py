@@ -18,7 +18,7 @@ def fits(instance: Instance, codes: Codes) -> bool:
     counts_sets = any(instance.memory.set_bytes)
     for rank, row in enumerate(codes):
         held, headroom = 0, instance.headroom[rank]
-        if counts_sets:
+        if counts_sets and any(kind == BW for kind, _ in row):
             if not _fits_with_sets(instance, row, headroom):
                 return False
             continue
