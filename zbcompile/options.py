@@ -11,7 +11,7 @@ from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
 from zbcompile.schedule.ir import PLACEMENTS, Placement, Schedule
 from zbcompile.schedule.limits import check_seed
-from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS
+from zbcompile.schedule.problem import ACCUMULATE, OBJECTIVES, TRANSPORTS
 from zbcompile.schedule.solution import Solution
 
 if TYPE_CHECKING:
@@ -62,6 +62,10 @@ class CompileOptions:
         Tensors that every microbatch gets whole: positions of args, names of the forward's arguments.
     gradient_dtype
         What gradients of narrower parameters are summed in; None: their own dtype.
+    accumulate
+        Whether gradients are summed in microbatch ``order``, or as they come, in the least ``memory``.
+    kept_gradients
+        Whether ``param.grad`` may hold gradients of earlier steps when a step begins: the plan counts them.
     constant
         Arguments of the model whose values are the same in every microbatch of every step, and become part
         of the graphs: positions of args, names of the forward's arguments.
@@ -113,6 +117,8 @@ class CompileOptions:
     stall_limit_s: float = 300.0
     free_model: bool = False
     gradient_dtype: torch.dtype | None = None
+    accumulate: str = ACCUMULATE[0]
+    kept_gradients: bool = False
     cache: str | None = None
     skip: tuple[str, ...] = ()
 
@@ -123,10 +129,12 @@ class CompileOptions:
                 _check_count(name, getattr(self, name))
         check_seed(self.seed)
         _check_name("gradient_dtype", str(self.gradient_dtype), ("None", "torch.float32"))
-        if not isinstance(self.fixed_branches, bool):
-            raise UsageError("fixed_branches must be True or False", given=repr(self.fixed_branches))
+        for name in ("fixed_branches", "kept_gradients"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} must be True or False", given=repr(getattr(self, name)))
         _check_name("objective", self.objective, OBJECTIVES)
         _check_name("transport", self.transport, TRANSPORTS)
+        _check_name("accumulate", self.accumulate, ACCUMULATE)
         _check_name("other_shapes", self.other_shapes, OTHER_SHAPES)
         if not isinstance(self.placement, Placement):
             _check_name("placement", self.placement, NAMED_PLACEMENTS)

@@ -112,6 +112,8 @@ def test_all_options_but_the_named_ones_are_agreed_on() -> None:
         "stall_limit_s": 1.0,
         "free_model": True,
         "gradient_dtype": torch.float32,
+        "accumulate": "memory",
+        "kept_gradients": True,
         "skip": ("simplify",),
     }
     compared_elsewhere = {"model", "loss_fn", "group", "plan_group", "split_points", "cache"}

@@ -22,12 +22,7 @@ from zbcompile.compiler.lower import LoweredPlan, lower
 from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.compiler.peers import refuse_peers, require_one_plan
 from zbcompile.compiler.plan_cache import PlanCache
-from zbcompile.compiler.planning import (
-    gradient_bytes,
-    keep_order_of_changes,
-    plan_for_all,
-    warn_of_held_gradients,
-)
+from zbcompile.compiler.planning import keep_order_of_changes, plan_for_all
 from zbcompile.compiler.runs import Shapes
 from zbcompile.compiler.signature import Value
 from zbcompile.compiler.stages import build_stages
@@ -97,6 +92,7 @@ class TrainingForm:
             frozenset(s.index for s in stages if draws_random_numbers(s.graphs.forward)),
             plan.comm.one_communicator,
             self._options.gradient_dtype,
+            accumulate=plan.problem.accumulate,
         )
         starts = planned_starts(plan.comm, plan.problem)
         self.runner = make_runner(group, self.spec, self.programs, starts)
@@ -292,8 +288,7 @@ def _planned(
         one_communicator=options.one_communicator,
         observer=observer,
     )
-    warn_of_held_gradients(plan.solution, staged)
-    programs = plan.programs(observer, gradient_bytes(staged))
+    programs = plan.programs(observer)
     if group is not None:
         group.agree({"programs": "\n".join(programs)})
     if planners is None or planners.rank == 0:

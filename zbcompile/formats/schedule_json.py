@@ -9,8 +9,10 @@ from typing import Any
 from zbcompile.errors import FormatError, UsageError
 from zbcompile.formats.fields import at, guarded, integer, items
 from zbcompile.formats.problem_json import (
+    ACCUMULATION,
     CAPS,
     COUNT,
+    KEPT_GRADIENTS,
     MAX_STAGES,
     OBJECTIVE,
     PLACEMENT,
@@ -180,6 +182,8 @@ def _parts(content: ScheduleFile) -> Mapping[str, Any]:
         **parts,
         "objective": problem.objective,
         "transport": problem.transport,
+        "accumulate": problem.accumulate,
+        "kept_gradients": problem.kept_gradients,
         "caps": problem.caps,
         "variants": content.variants,
         "profile": _written_profile(content, problem),
@@ -199,6 +203,8 @@ FILE = Document(
             Field("certificate", CERTIFICATE, default=None, null=True, brief=True),
             OBJECTIVE,
             TRANSPORT,
+            ACCUMULATION,
+            KEPT_GRADIENTS,
             CAPS,
             Field(
                 "variants",
@@ -361,4 +367,5 @@ def _problem(values: Mapping[str, Any], where: str) -> Problem | None:
     check_amount(profile, count, at(where, "profile"))
     limits = caps * placement.num_ranks if len(caps) == 1 else caps
     objective, transport = values["objective"] or OBJECTIVES[0], values["transport"] or TRANSPORTS[0]
-    return guarded(lambda: Problem(profile, placement, count, limits, objective, transport), where)
+    sums = {name: values[name] for name in ("accumulate", "kept_gradients")}
+    return guarded(lambda: Problem(profile, placement, count, limits, objective, transport, **sums), where)

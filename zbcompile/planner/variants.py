@@ -64,8 +64,7 @@ def cheapest(stage: StageCost) -> StageCost:
     `zbcompile.planner.certify.certificate` computes the same from a witness, in code of its own: a fault here
     must not vouch for itself there.
     """
-    least = StageCost.combined((stage, *stage.variants), min)
-    return replace(least, static_bytes=stage.static_bytes)
+    return StageCost.combined((stage, *stage.variants), min).of_stage(stage)
 
 
 def bound_of(problem: Problem) -> Bound:
@@ -129,7 +128,7 @@ def _rank_bound(problem: Problem, rank: int, known: dict[tuple[StageCost, ...], 
 def _level(stage: StageCost, level: int) -> StageCost:
     """Return a stage as one of its variants (0: as it is)."""
     chosen = stage if level == 0 else stage.variants[level - 1]
-    return replace(chosen, variants=(), static_bytes=stage.static_bytes)
+    return chosen.of_stage(stage)
 
 
 def _numbers(way: StageCost) -> list[int]:

@@ -129,7 +129,8 @@ def check_amounts(profile: Profile, num_microbatches: int, where: str = "") -> N
     held = num_microbatches * sum(
         max(uses_of(way).all_taken for way in (s, *s.variants)) for s in profile.stages
     )
-    held += sum(stage.static_bytes for stage in profile.stages)
+    sets = num_microbatches + 1
+    held += sum(stage.static_bytes + sets * stage.gradient_bytes for stage in profile.stages)
     if held > _MAX_HELD_BYTES:
         raise UsageError(
             "the bytes are too large to add up",

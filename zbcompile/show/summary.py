@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from zbcompile.formats.measured_json import Measured
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.schedule.costs import Profile, StageCost
-from zbcompile.schedule.held_gradients import held_sets, held_words
+from zbcompile.schedule.held_gradients import gradients_words, held_sets
 from zbcompile.schedule.ir import Kind, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, simulate
@@ -195,9 +195,8 @@ def origin_words(summary: Summary) -> str:
 
 
 def gradients_line(summary: Summary) -> str:
-    """Say which gradients of weights the order holds beyond its plan; empty for most orders: none."""
-    held = held_words(held_sets(summary.timeline.schedule))
-    return f"beyond the plan it holds {held}" if held else ""
+    """Say which gradients of weights wait for their turn in the sum; empty for most orders: none."""
+    return gradients_words(summary.timeline.schedule, summary.timeline.problem)
 
 
 def to_json(summary: Summary) -> dict[str, object]:
@@ -205,6 +204,8 @@ def to_json(summary: Summary) -> dict[str, object]:
     timeline, problem = summary.timeline, summary.timeline.problem
     certificate, baseline = summary.certificate, summary.baseline.timeline
     peaks, held = timeline.peak_bytes, held_sets(timeline.schedule)
+    if problem.accumulate != "order":
+        held = (0,) * problem.num_stages
     return {
         "ranks": problem.num_ranks,
         "stages": problem.num_stages,
@@ -212,6 +213,8 @@ def to_json(summary: Summary) -> dict[str, object]:
         "placement": problem.placement.name,
         "objective": problem.objective,
         "transport": problem.transport,
+        "accumulate": problem.accumulate,
+        "kept_gradients": problem.kept_gradients,
         "has_profile": summary.has_profile,
         "origin": summary.origin,
         "span_ns": timeline.span_ns,
@@ -245,7 +248,7 @@ def to_json(summary: Summary) -> dict[str, object]:
                 "span_ns": timeline.rank_span[rank],
                 "peak_bytes": peaks[rank] if summary.has_profile else None,
                 "cap_bytes": problem.caps[rank],
-                "gradients_beyond_plan": [held[s] for s in problem.placement.stages_of(rank)],
+                "waiting_gradients": [held[s] for s in problem.placement.stages_of(rank)],
             }
             for rank in range(problem.num_ranks)
         ],

@@ -22,7 +22,7 @@ from zbcompile.planner.certify.facts import Derivation, Facts, Witness, alike, r
 from zbcompile.planner.core.instance import Instance, is_chain
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import StageCost
-from zbcompile.schedule.held_gradients import held_sets, held_words
+from zbcompile.schedule.held_gradients import gradients_words
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
 from zbcompile.schedule.solution import Solution
@@ -139,9 +139,8 @@ def explain(solution: Solution) -> str:
         f"{objective} of this order: {found.value_ns:,} ns, as simulated",
         f"no order has a {objective} below {found.bound_ns:,} ns ({found.method}): {status}",
     ]
-    held = held_words(held_sets(solution.schedule))
-    if held:
-        head.append(f"beyond the plan it holds {held}")
+    if gradients := gradients_words(solution.schedule, solution.problem):
+        head.append(gradients)
     tail = [f"{'=':>8} {found.derived_ns:,} ns"]
     if not found.proved:
         tail.append("not proved again in the time given; the sum above is what holds without the solver")

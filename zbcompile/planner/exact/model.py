@@ -373,7 +373,11 @@ def _all_lags(instance: Instance) -> int:
 def _run(
     instance: Instance, lower: int, upper: int, hint: Codes | None, time_limit_s: float, seed: int
 ) -> ExactResult:
-    """Ask for an order with a value from ``lower`` to ``upper``, as short as possible."""
+    """Ask for an order with a value from ``lower`` to ``upper``, as short as possible.
+
+    The model does not know of gradients that wait: its bounds hold, its orders are offered and may not fit.
+    """
+    instance = instance.without_sets()
     ticks = Ticks.of(instance)
     horizon = safe_horizon(ticks.instance, ticks.least(upper) + ticks.spare)
     if horizon > _MOST_TICKS:

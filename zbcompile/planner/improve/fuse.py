@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from zbcompile.planner.core.early_weights import fitted
 from zbcompile.planner.core.instance import Codes, Fusing, Instance, W, shaped
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.core.score import fits
@@ -146,9 +147,10 @@ class _Search:
         ``kind`` names orders that are made from nothing.
         """
         self.left -= 1
-        if not fits(self.instance, codes):
+        fitting = fitted(self.instance, codes)
+        if fitting is None:
             return False
-        found = self.clock.score(codes)
+        codes, found = fitting, self.clock.score(fitting)
         if found is None:
             return False
         score = (*found, sum(kind == W for row in codes for kind, _ in row))
@@ -172,10 +174,10 @@ class _Search:
                 if pattern in seen:
                     continue
                 seen.add(pattern)
-                codes = pattern.codes(instance)
-                score = self.clock.score(codes)
+                codes = fitted(instance, pattern.codes(instance))
+                score = None if codes is None else self.clock.score(codes)
                 self.left -= 1
-                if score is None or (kept is not None and score >= kept[0]):
+                if codes is None or score is None or (kept is not None and score >= kept[0]):
                     continue
                 kept, better = (score, pattern), True
                 if self.take(codes, "pattern"):
