@@ -126,6 +126,7 @@ def solve(options: CompileOptions, profile: Profile, num_ranks: int, num_microba
         options.transport,
         accumulate=options.accumulate,
         kept_gradients=options.kept_gradients,
+        microbatch_costs=options.costs_of(num_microbatches),
     )
     if given is not None:
         if options.solution is not None and options.solution.problem == problem:
@@ -176,7 +177,8 @@ def keep_order_of_changes(schedule: Schedule, staged: StagedModel) -> None:
                 "so its forwards must run in the order of the microbatches",
                 where=f"rank {rank}",
                 given=" ".join(map(str, order)),
-                fix="use an order that keeps them, or freeze the buffer (evaluation mode of its module)",
+                fix="use an order that keeps them, leave microbatch_costs out, or freeze the buffer "
+                "(evaluation mode of its module)",
             )
 
 

@@ -22,7 +22,8 @@ def rated(schedule: Schedule, problem: Problem) -> Solution:
     UsageError
         The costs are too large to add up.
     """
-    check_amounts(problem.profile, problem.num_microbatches)
+    for profile in problem.profiles():
+        check_amounts(profile, problem.num_microbatches)
     value = checked_times(schedule, problem).value_ns
     bound = best_bound(problem)
     certificate = Certificate(

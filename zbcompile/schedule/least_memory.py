@@ -68,6 +68,8 @@ def _least(one: OneMicrobatch, headroom: Sequence[int | None], rank: int, states
 def check_caps(problem: Problem, *, fusing: bool = True) -> None:
     """Check that the caps leave room for one microbatch at a time: then some order fits, else none.
 
+    Where microbatches differ, for each of them.
+
     Parameters
     ----------
     problem
@@ -81,6 +83,10 @@ def check_caps(problem: Problem, *, fusing: bool = True) -> None:
         No order fits; names the rank that lacks most and the least cap that works there. Or none was found
         among stages that branch in very many ways; names a cap that works.
     """
+    if problem.microbatch_costs:
+        for profile in problem.profiles():
+            check_caps(problem.with_(profile=profile, microbatch_costs=()), fusing=fusing)
+        return
     one = OneMicrobatch.of(problem, fusing=fusing)
     headroom = [problem.headroom(rank) for rank in range(problem.num_ranks)]
     simple = one.peaks(one.forwards_first())

@@ -14,6 +14,7 @@ from zbcompile.schedule.ir import Kind, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, simulate
 from zbcompile.schedule.solution import Certificate
+from zbcompile.schedule.sum_order import numbered_by_turn
 from zbcompile.show.baseline import Baseline, one_f_one_b
 from zbcompile.show.units import TimeUnit, format_bytes, found_by, percent, time_unit
 
@@ -194,6 +195,11 @@ def origin_words(summary: Summary) -> str:
     return found_by(certificate.lineage)
 
 
+def _held_sets(summary: Summary) -> tuple[int, ...]:
+    """Return per stage the most sets of gradients that wait for their turn in the sum."""
+    return held_sets(numbered_by_turn(summary.timeline.schedule, summary.timeline.problem))
+
+
 def gradients_line(summary: Summary) -> str:
     """Say which gradients of weights wait for their turn in the sum; empty for most orders: none."""
     return gradients_words(summary.timeline.schedule, summary.timeline.problem)
@@ -203,13 +209,14 @@ def to_json(summary: Summary) -> dict[str, object]:
     """Return all figures as plain values: shares as fractions, times in ns, memory in bytes."""
     timeline, problem = summary.timeline, summary.timeline.problem
     certificate, baseline = summary.certificate, summary.baseline.timeline
-    peaks, held = timeline.peak_bytes, held_sets(timeline.schedule)
+    peaks, held = timeline.peak_bytes, _held_sets(summary)
     if problem.accumulate != "order":
         held = (0,) * problem.num_stages
     return {
         "ranks": problem.num_ranks,
         "stages": problem.num_stages,
         "microbatches": problem.num_microbatches,
+        "microbatches_differ": bool(problem.microbatch_costs),
         "placement": problem.placement.name,
         "objective": problem.objective,
         "transport": problem.transport,

@@ -149,7 +149,8 @@ class _Drawing:
         words = [
             _count(problem.num_ranks, "rank"),
             f"{_count(problem.num_stages, 'stage')}, {problem.placement.name}",
-            _count(problem.num_microbatches, "microbatch", "microbatches"),
+            _count(problem.num_microbatches, "microbatch", "microbatches")
+            + (" of different cost" if problem.microbatch_costs else ""),
             f"{problem.transport} sends",
         ]
         if origin := origin_words(summary):
@@ -247,6 +248,7 @@ class _Drawing:
             if message.send in times:
                 start, end = times[message.send]
             else:
+                edge = problem.edge_of(edge, message.microbatch)
                 lag = problem.lag_ns(edge, backward=message.backward)
                 if lag == 0:
                     continue

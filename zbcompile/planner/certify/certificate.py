@@ -19,6 +19,7 @@ from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.blocking_send import instant_links
 from zbcompile.planner.certify.derive import derivations
 from zbcompile.planner.certify.facts import Derivation, Facts, Witness, alike, rank_of, refuse
+from zbcompile.planner.certify.unequal import derive_unequal
 from zbcompile.planner.core.instance import Instance, is_chain
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import StageCost
@@ -189,6 +190,14 @@ def _derive(
 
     ``solution`` is given at the outermost level only.
     """
+    if problem.microbatch_costs and method != "variants":
+
+        def inner(other: Problem, name: str, inside: Witness) -> int:
+            if name in _OUTERMOST:
+                raise refuse("a bound of the least microbatch has no usable method", given=name)
+            return _derive(other, name, inside, out, solver, None)
+
+        return derive_unequal(problem, method, witness, out, inner)
     simple = derivations(problem.objective).get(method)
     if simple is not None:
         part = Derivation(out.lines)
