@@ -25,11 +25,13 @@ from zbcompile.planner.variants import bound_of
 from zbcompile.schedule.check import faults
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Placement, Schedule
+from zbcompile.schedule.least_memory import least_headroom
 from zbcompile.schedule.memory import memory_peaks
 from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS, Problem
 from zbcompile.schedule.simulate import simulate
 from zbcompile.schedule.sum_order import renumbered
+from zbcompile.show.proof_words import proof_words
 
 
 def problem_of(
@@ -204,3 +206,20 @@ def test_variants_are_chosen_for_microbatches_that_differ() -> None:
 def test_a_part_that_is_none_is_refused_with_permute_in_the_list() -> None:
     with pytest.raises(UsageError, match="permute"):
         plan(problem_of(1, 2), without=("shuffle",))
+
+
+def test_explain_tells_the_bound_and_the_least_cap_of_the_largest_microbatch() -> None:
+    costs = [MicrobatchCost.of(1), MicrobatchCost.of(2, 3)]
+    profile = Profile.uniform(StageCost.simple(10, 10, 10, 100, 50), 2)
+    problem = Problem.of(profile, None, 2, None, "makespan", microbatch_costs=costs)
+    assert least_headroom(problem, 0) == 300
+    found = plan(problem, level=1)
+    file = schedule_json.ScheduleFile.of(found)
+    words = proof_words(file, simulate(found.schedule, problem))
+    assert words is not None
+    assert words.fault is None
+    assert "each microbatch at its own cost" in words.reason or "alone takes" in words.reason
+    wrong = replace(found.certificate, method="work", witness={"rank": 0})
+    told = proof_words(replace(file, certificate=wrong), simulate(found.schedule, problem))
+    assert told is not None
+    assert "proves nothing where microbatches differ" in str(told.fault)

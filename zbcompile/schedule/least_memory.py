@@ -33,8 +33,12 @@ def least_headroom(problem: Problem, rank: int, *, fusing: bool = True) -> int:
     -------
     int
         The bytes: no order needs less on this rank, and one that needs no more there exists. Where stages
-        branch in more ways than can be looked at, it may be less than that order needs, never more.
+        branch in more ways than can be looked at, it may be less than that order needs, never more. Where
+        microbatches differ, what the largest of them needs.
     """
+    if problem.microbatch_costs:
+        alone = (problem.with_(profile=profile, microbatch_costs=()) for profile in problem.profiles())
+        return max(least_headroom(one, rank, fusing=fusing) for one in alone)
     own = problem.placement.stages_of(rank)
     return _least_alone(OneMicrobatch.of(problem, fusing=fusing), rank, own, MOST_STATES)
 

@@ -240,7 +240,7 @@ def _variants(
     if solution is None or solution.offered is None:
         raise refuse("variants inside another bound")
     ways = [_ways(stage) for stage in solution.offered.stages]
-    facts_rank = rank_of(Facts(problem), witness)
+    facts_rank = rank_of(Facts(problem.one(0)), witness)
     stages = problem.placement.stages_of(facts_rank)
     low = [_least(row) for row in ways]
     levels = witness.get("levels")
