@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-__all__ = ["MakeVector", "SearchClock", "Vector", "can_compile", "compile_seconds", "jit", "over", "vector"]
+__all__ = ["MakeVector", "SearchClock", "Vector", "can_compile", "compile_seconds", "jit", "vector"]
 
 Vector = Any
 """An int64 array or a list of ints."""
@@ -152,18 +152,6 @@ class _Kernel:
         copy.__qualname__ = f"{given.__qualname__}_{zlib.crc32(repr(list(self.sources())).encode()):08x}"
         self.dispatchers[cache] = _numba().njit(cache=cache, nogil=True)(copy)
         return self.dispatchers[cache]
-
-
-def over(kernel: Any, **others: Any) -> Any:
-    """Return a kernel like a given one, with other kernels in place of some that it calls.
-
-    It is compiled by itself: the given one stays as it is.
-    """
-    given = kernel.function
-    copy = types.FunctionType(given.__code__, {**given.__globals__, **others}, given.__name__)
-    copy.__module__, copy.__qualname__ = given.__module__, "_".join((given.__qualname__, *sorted(others)))
-    copy.__doc__ = given.__doc__
-    return _Kernel(copy)
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:

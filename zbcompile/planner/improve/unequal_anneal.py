@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from zbcompile.planner.core.compiled import over, vector
+from zbcompile.planner.core.compiled import vector
 from zbcompile.planner.core.instance import Codes
-from zbcompile.planner.core.kernel import gaps_at
 from zbcompile.planner.core.tables import EXPONENTIAL, pack, unpack
-from zbcompile.planner.core.unequal import UnequalScorer, evaluate_unequal, stays_legal_unequal
+from zbcompile.planner.core.unequal import UnequalScorer
 from zbcompile.planner.improve.anneal import JUMPS
-from zbcompile.planner.improve.anneal_kernel import anneal
-from zbcompile.planner.improve.permute import permute
+from zbcompile.planner.improve.permute import move_actions, permute
 from zbcompile.schedule.problem import Problem
 
 __all__ = ["UnequalAnnealer"]
-
-_anneal = over(anneal, evaluate_line=evaluate_unequal, stays_legal=stays_legal_unequal)
-"""The annealing for microbatches that are alike, over the clock and the memory of those that differ."""
 
 _CHUNK = 300_000
 """Actions that are timed between two questions whether to stop."""
@@ -100,26 +95,21 @@ class UnequalAnnealer:
         """
         scorer, p = self.scorer, self.scorer.problem.num_ranks
         scorer.set_order(order)
-        offsets, current = pack(scorer.instance, codes)
-        size = len(current)
-        best, trial = vector([int(code) for code in current]), vector([0] * size)
-        score, scratch = scorer.evaluate(offsets, current)
-        spare = vector([0] * (3 * max(map(len, codes))))
-        scores = vector([score, score, 0, int(scratch[3 * p])])
-        gaps = vector([int(gap) for gap in scratch[gaps_at(scorer.tables, size) :]])
-        state, frozen = vector([_seeded(seed), 0, 0, 0, 0]), vector([0] * (3 * p))
-        chunk, done = max(1, _CHUNK // size), 0
+        offsets, line = pack(scorer.instance, codes)
+        best = vector([int(code) for code in line])
+        score, scratch = scorer.evaluate(offsets, line)
+        scores, state = vector([score, score, int(scratch[3 * p]), 0]), vector([_seeded(seed)])
+        chunk, done = max(1, _CHUNK // len(line)), 0
         while done < tries and not stop():
             last = min(tries, done + chunk)
-            reached = _anneal(
-                scorer.tables, offsets, current, best, trial, scores, state, done, last, tries,
-                float(heat * score), goal, self.jumps, self.exponential, scratch, scorer.ends, scorer.limits,
-                spare, scorer.counts, gaps, frozen,
+            reached = move_actions(
+                scorer.tables, offsets, line, best, scores, state, done, last, tries, float(heat * score),
+                goal, self.jumps, self.exponential, scratch, scorer.ends, scorer.limits, scorer.counts,
             )  # fmt: skip
             if int(reached) < last:
                 break
             done = last
-        return unpack(scorer.instance, offsets, best), int(scores[3])
+        return unpack(scorer.instance, offsets, best), int(scores[2])
 
 
 def _seeded(seed: int) -> int:
