@@ -271,7 +271,7 @@ def test_show_draws_and_gives_figures(capsys, schedule_path: Path, tmp_path: Pat
     svg, html = tmp_path / "a.svg", tmp_path / "a.html"
     assert run(capsys, "show", schedule_path, "--svg", svg, "--html", html) == (0, "", "")
     assert svg.read_text().startswith("<svg")
-    assert "<html>" in html.read_text()
+    assert html.read_text().startswith("<!DOCTYPE html>")
 
 
 def test_show_lays_a_measurement_over_the_plan(capsys, schedule_path: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from zbcompile.formats import schedule_json
 from zbcompile.formats.streams import rewrite_line, say
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
+from zbcompile.show.head import split_words
 from zbcompile.show.summary import gradients_line, headline, origin_words, proof_line, summarize
 from zbcompile.show.units import time_unit
 
@@ -92,7 +93,15 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.output.write(schedule_json.dumps(plan.solution))
     if not arguments.quiet:
         summary = summarize(schedule_json.ScheduleFile.of(plan.solution), plan.timeline)
-        for line in (headline(summary), proof_line(summary), origin_words(summary), gradients_line(summary)):
+        split = split_words(plan.solution.schedule)
+        lines = (
+            headline(summary),
+            proof_line(summary),
+            origin_words(summary),
+            split,
+            gradients_line(summary),
+        )
+        for line in lines:
             if line:
                 say(line)
     return 130 if reporter.interrupted else 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from zbcompile.errors import UsageError
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.ir import Schedule
+from zbcompile.schedule.notebook import Pictured
 from zbcompile.schedule.problem import Objective, Problem
 
 __all__ = ["Certificate", "Solution"]
@@ -75,7 +76,7 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
+class Solution(Pictured):
     """An order for a problem, with its certificate.
 
     Attributes

@@ -209,6 +209,8 @@ def to_json(summary: Summary) -> dict[str, object]:
         "ranks": problem.num_ranks,
         "stages": problem.num_stages,
         "microbatches": problem.num_microbatches,
+        "split_backwards": timeline.schedule.split_backwards[0],
+        "backwards": timeline.schedule.split_backwards[1],
         "placement": problem.placement.name,
         "objective": problem.objective,
         "transport": problem.transport,
