@@ -184,9 +184,9 @@ def _rank(
 def _waits(summary: Summary) -> tuple[dict[_Place, tuple[int, int, int]], set[_Place]]:
     """Return what actions waited for, and the critical path, both by (rank, position).
 
-    What an action waited for is (rank, number among its rank's compute actions, 1 where it was this rank's own
-    send and else 0) of the action that made what was missing. Actions that began when their rank was done with
-    the one before it waited for nothing.
+    An action waited for (rank, number among its rank's compute actions) that made what was missing; a third
+    figure is 1 where that is this rank's own last action, whose send was still to be received. Actions that
+    began when their rank was done with the one before waited for nothing.
     """
     timeline = summary.timeline
     graph = EventGraph(timeline.schedule, timeline.problem)
