@@ -208,8 +208,6 @@ def test_a_rank_over_its_cap_is_marked_without_colour() -> None:
     assert UNICODE.over not in drawn(example(), 100)
 
 
-# ---- colours ------------------------------------------------------------------------------------------------
-
 _SEES = {
     "normal": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
     "no red cones": (

@@ -150,11 +150,13 @@ def test_more_than_a_page_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 _FRAMES = "window.requestAnimationFrame = (draw) => setTimeout(draw, 0);"
-"""A headless browser draws frames when it likes; with timers in their place the test is the same every time."""
+"""A headless browser draws frames when it likes; with timers in their place every run is the same."""
 _HAND = """
-const canvas = document.querySelector("canvas.view"), box = canvas.getBoundingClientRect(), kept = {};
+const canvas = document.querySelector("canvas.view"), kept = {};
+const box = canvas.getBoundingClientRect();
 const at = (share) => box.left + 92 + share * (box.width - 92);
-const point = (type, x) => canvas.dispatchEvent(new PointerEvent(type, {clientX: x, clientY: box.top + 30, pointerId: 1}));
+const place = (x) => ({clientX: x, clientY: box.top + 30, pointerId: 1});
+const point = (type, x) => canvas.dispatchEvent(new PointerEvent(type, place(x)));
 point("pointermove", at(0.01));
 kept.tip = document.getElementById("tip").textContent;
 point("pointerdown", at(0.01)); point("pointerup", at(0.01));
@@ -162,7 +164,8 @@ kept.clicked = document.getElementById("follow").value;
 const key = (name) => document.dispatchEvent(new KeyboardEvent("keydown", {key: name}));
 key("Escape");
 kept.all = document.getElementById("follow").value;
-canvas.dispatchEvent(new WheelEvent("wheel", {clientX: at(0.5), deltaY: -200, ctrlKey: true, cancelable: true}));
+const turn = {clientX: at(0.5), deltaY: -200, ctrlKey: true, cancelable: true};
+canvas.dispatchEvent(new WheelEvent("wheel", turn));
 key("ArrowRight");
 setTimeout(() => {
   kept.seen = [document.body.dataset.from, document.body.dataset.to];

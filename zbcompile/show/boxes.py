@@ -36,10 +36,14 @@ def planned_boxes(
     parts = [(window.first_ns, window.last_ns) for window in windows]
     rows = zip(timeline.schedule.order[rank], timeline.start[rank], timeline.end[rank], strict=True)
     for k, (action, start, end) in enumerate(rows):
-        if action.kind.is_compute and any(first < end and start < last for first, last in parts):
-            dim = follow is not None and follow != action.microbatch
-            stage = local.get(action.stage, 0)
-            boxes.append(Box(action, start, end, stage, len(local), (rank, k) in critical, dim))
+        if not action.kind.is_compute:
+            continue
+        for first, last in parts:
+            if first < end and start < last:
+                dim = follow is not None and follow != action.microbatch
+                stage = local.get(action.stage, 0)
+                boxes.append(Box(action, start, end, stage, len(local), (rank, k) in critical, dim))
+                break
     held = [Box(send, start, end) for send, start, end in held_times(timeline, rank)]
     return sorted([*boxes, *held], key=lambda box: (box.start_ns, box.end_ns)) if held else boxes
 

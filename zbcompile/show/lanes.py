@@ -245,7 +245,7 @@ def _proportions(cells: Sequence[Cell], boxes: Sequence[Box], glyphs: Glyphs, co
             key = max(owed, key=lambda k: owed[k])
             owed[key] -= whole
             chosen.append(None if key is None else samples[key])
-        lane.append(*_halves(*chosen, glyphs) if colour else _letter(chosen[0], glyphs))
+        lane.append(*_halves(chosen[0], chosen[-1], glyphs) if colour else _letter(chosen[0], glyphs))
     return lane
 
 

@@ -19,7 +19,6 @@ from importlib import resources
 from zbcompile.errors import UsageError
 from zbcompile.formats.measured_json import Measured
 from zbcompile.schedule.critical_path import critical_path, waited_for
-from zbcompile.schedule.event_graph import EventGraph
 from zbcompile.schedule.ir import Action, Kind
 from zbcompile.show.boxes import held_times, transfers_of
 from zbcompile.show.head import head_lines
@@ -189,7 +188,7 @@ def _waits(summary: Summary) -> tuple[dict[_Place, tuple[int, int, int]], set[_P
     began when their rank was done with the one before waited for nothing.
     """
     timeline = summary.timeline
-    graph = EventGraph(timeline.schedule, timeline.problem)
+    graph = summary.event_graph()
     start, duration, decides = graph.earliest() or [], graph.duration, waited_for(graph)
     rows = [[node for node in nodes if graph.transfer_of[node] < 0] for nodes in graph.node_of]
     place = {node: (rank, n) for rank, row in enumerate(rows) for n, node in enumerate(row)}

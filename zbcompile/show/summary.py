@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zbcompile.formats.measured_json import Measured
 from zbcompile.formats.schedule_json import ScheduleFile
+from zbcompile.schedule.communication import lowered
 from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.event_graph import EventGraph
 from zbcompile.schedule.held_gradients import held_sets, held_words
 from zbcompile.schedule.ir import Kind, Schedule
 from zbcompile.schedule.problem import Problem
-from zbcompile.schedule.simulate import Timeline, simulate
+from zbcompile.schedule.simulate import Timeline, timeline_of
 from zbcompile.schedule.solution import Certificate
 from zbcompile.show.baseline import Baseline, one_f_one_b
 from zbcompile.show.units import TimeUnit, format_bytes, found_by, percent, time_unit
@@ -70,6 +72,8 @@ class Summary:
         How the order was found, for people.
     has_profile
         False when the file has no costs, so that the times are those of F = B = W = 1.
+    graph
+        The event graph that gave the times, where it is at hand.
     """
 
     timeline: Timeline
@@ -77,6 +81,11 @@ class Summary:
     certificate: Certificate | None
     origin: str
     has_profile: bool
+    graph: EventGraph | None = field(default=None, compare=False, repr=False)
+
+    def event_graph(self) -> EventGraph:
+        """Return the event graph of the order, made where it is not at hand."""
+        return self.graph or EventGraph(self.timeline.schedule, self.timeline.problem)
 
     @property
     def unit(self) -> TimeUnit:
@@ -113,12 +122,17 @@ def summarize(file: ScheduleFile, timeline: Timeline | None = None) -> Summary:
         The order cannot run: an action is missing, or it deadlocks.
     """
     problem = file.problem or unit_problem(file.schedule)
+    graph = None
+    if timeline is None:
+        graph = EventGraph(lowered(file.schedule, problem), problem)
+        timeline = timeline_of(graph)
     return Summary(
-        timeline or simulate(file.schedule, problem),
+        timeline,
         one_f_one_b(problem),
         file.certificate,
         file.origin,
         file.problem is not None,
+        graph,
     )
 
 

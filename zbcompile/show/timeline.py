@@ -16,7 +16,6 @@ from rich.text import Text
 from zbcompile.errors import printable
 from zbcompile.formats.measured_json import Measured
 from zbcompile.schedule.critical_path import critical_path
-from zbcompile.schedule.event_graph import EventGraph
 from zbcompile.schedule.simulate import Timeline
 from zbcompile.schedule.steady import Steady
 from zbcompile.show.boxes import has_messages, measured_boxes, memory_steps, planned_boxes, transfers_of
@@ -100,8 +99,7 @@ class Picture:
     @cached_property
     def path(self) -> list[tuple[int, int]]:
         """(rank, position) of the actions on the critical path."""
-        timeline = self.summary.timeline
-        return critical_path(EventGraph(timeline.schedule, timeline.problem), timeline)
+        return critical_path(self.summary.event_graph(), self.summary.timeline)
 
 
 class _Drawing:
