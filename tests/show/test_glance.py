@@ -140,11 +140,11 @@ def test_time_that_a_send_holds_its_rank_is_no_bubble() -> None:
             ]
             held = list(held_times(timeline, rank))
             assert held
-            for send, start, end in held:
-                assert send.kind.is_send
+            for post, start, end in held:
+                assert post.kind.is_send or (post.kind.is_recv and transport == "batched")
                 assert start < end
                 assert all(end <= s or e <= start for s, e in busy)
-                at = row.index(send)
+                at = row.index(post)
                 assert timeline.end[rank][at] >= end
         assert "held" in drawn(file, 100)
         assert UNICODE.held in drawn(file, 100)
@@ -263,3 +263,11 @@ def test_a_console_of_another_width_draws_the_same_order_again() -> None:
         console.print(picture)
     assert picture.path is picture.path
     assert {picture.summary.timeline.schedule.order[r][k].kind for r, k in picture.path} <= set(Kind)
+
+
+def test_nothing_of_a_lane_in_colour_is_dimmed_but_idle_time() -> None:
+    for file in (example(), classic(8, 64)):
+        row = next(line for line in drawn(file, 80, colour=True).splitlines() if line.startswith("rank 1"))
+        for span in Text.from_ansi(row.partition("rank 1")[2]).spans:
+            if span.style.dim and span.style.bgcolor is not None:
+                raise AssertionError(span)

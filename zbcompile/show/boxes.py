@@ -64,10 +64,11 @@ def _local_stages(timeline: Timeline, rank: int) -> dict[int, int]:
 
 
 def held_times(timeline: Timeline, rank: int) -> Iterator[tuple[Action, int, int]]:
-    """Yield (send, start, end) of the times in ns in which nothing but its sends keep a rank from computing.
+    """Yield (post, start, end) of the times in ns in which messages of others keep a rank from computing.
 
-    Between two compute actions that is from the end of the first until the last of the sends has arrived that
-    the rank waits for there; what is left until the second begins is bubble.
+    Between two compute actions that is from the end of the first until the last of the messages has arrived
+    that the rank waits for there, other than those that the second computes with: its sends, and in an
+    exchange receives for later. What is left until the second begins is bubble.
     """
     mode = timeline.problem.sends
     if not mode.holds_rank:
@@ -77,17 +78,25 @@ def held_times(timeline: Timeline, rank: int) -> Iterator[tuple[Action, int, int
     for k, action in enumerate(row):
         if open_posts and action.kind in mode.waits_before:
             settled, open_posts = mode.due(open_posts)
-            due += [post for post in settled if row[post].kind.is_send]
+            due += settled
         if action.kind in mode.awaited:
             open_posts.append(k)
         if not action.kind.is_compute:
             continue
+        due = [post for post in due if not _brings(row[post], action)]
         if due:
             last = max(due, key=lambda post: ends[post])
             end = min(ends[last], starts[k])
             if end > free:
                 yield row[last], free, end
         free, due = ends[k], []
+
+
+def _brings(post: Action, action: Action) -> bool:
+    """Return whether a post receives what an action computes with."""
+    kinds = (Kind.FORWARD,) if post.kind is Kind.RECV_F else (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD)
+    same = (post.stage, post.microbatch) == (action.stage, action.microbatch)
+    return post.kind.is_recv and same and action.kind in kinds
 
 
 def memory_steps(timeline: Timeline, rank: int) -> list[tuple[int, int]]:

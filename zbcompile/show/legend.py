@@ -32,8 +32,10 @@ class Legend:
         The compute kinds.
     stages
         Most stages of a rank.
-    messages, held, path, coarse
-        Whether there are lanes of messages, held ranks, a critical path, columns with several actions.
+    messages, path, coarse
+        Whether there are lanes of messages, a critical path, columns with several actions.
+    held
+        What holds ranks; empty where nothing does.
     memory
         What a full memory level means; empty where there is no lane.
     capped, over
@@ -45,7 +47,7 @@ class Legend:
     kinds: frozenset[Kind]
     stages: int
     messages: bool
-    held: bool
+    held: str
     path: bool
     coarse: bool
     memory: str
@@ -62,7 +64,7 @@ class Legend:
         yield _item(Text(glyphs.gap * 3), "bubble")
         if self.held:
             ink_of_held = Style(color=paint(Action(Kind.SEND_F, 0, 0, 0))) if colour else Style.null()
-            yield _item(Text(glyphs.held * 3, ink_of_held), "held by a send")
+            yield _item(Text(glyphs.held * 3, ink_of_held), f"held by {self.held}")
         if self.path:
             yield from self._path(glyphs, colour)
         if self.messages:

@@ -315,7 +315,7 @@
     if (stages > 1) entries.push(["first to last stage of a rank", (pen) => {
       for (let k = 0; k < stages; k++) { pen.fillStyle = colour(kinds[0], 0, k, stages); pen.fillRect(k * 30 / stages, 0, 30 / stages, 12); }
     }]);
-    if (data.views.some((v) => v.ranks.some((r) => r.holds.length))) entries.push(["held by a send", (pen) => hatch(pen, 0, 0, 30, 12)]);
+    if (data.views.some((v) => v.ranks.some((r) => r.holds.length))) entries.push(["held by a send or an exchange", (pen) => hatch(pen, 0, 0, 30, 12)]);
     entries.push(["critical path", (pen) => { pen.fillStyle = colour(kinds[0] || "F", 0, 0, 1); pen.fillRect(0, 0, 30, 12); pen.fillStyle = css.ink; pen.fillRect(0, 9, 30, 3); }]);
     if (data.views.some((v) => v.ranks.some((r) => r.change.length))) {
       entries.push(["memory", (pen) => { pen.fillStyle = css.level; pen.fillRect(0, 4, 30, 8); }]);

@@ -102,6 +102,11 @@ class Picture:
         return critical_path(self.summary.event_graph(), self.summary.timeline)
 
 
+def _holder(timeline: Timeline) -> str:
+    """Say what holds ranks under the send mode of an order."""
+    return "an exchange" if timeline.problem.sends.joins_exchange else "a send"
+
+
 class _Drawing:
     """One picture at one width."""
 
@@ -199,7 +204,12 @@ class _Drawing:
 
     def _joined(self, parts: Sequence[Text]) -> Text:
         """Return the parts of a lane with a wall between them."""
-        return Text(self.glyphs.wall, _DIM if self.colour else Style.null(), end="").join(parts)
+        lane = Text(end="")
+        for part in parts:
+            if lane:
+                lane.append(self.glyphs.wall, _DIM if self.colour else Style.null())
+            lane.append_text(part)
+        return lane
 
     def _bars(self, boxes: Sequence[Box]) -> Text:
         windows = self.scale.windows
@@ -282,7 +292,7 @@ class _Drawing:
             kinds=frozenset(a.kind for row in timeline.schedule.order for a in row if a.kind.is_compute),
             stages=max(len(timeline.problem.placement.stages_of(r)) for r in range(len(caps))),
             messages=self.lanes.messages,
-            held=any(not box.action.kind.is_compute for row in boxes for box in row),
+            held=_holder(timeline) if any(not b.action.kind.is_compute for row in boxes for b in row) else "",
             path=bool(self.path),
             coarse=any(is_coarse(row, w) for row in boxes for w in windows),
             memory=full if self.lanes.memory else "",
