@@ -1,6 +1,6 @@
 """The steady state of a timed order: the stretch that repeats, on all ranks at once, with later microbatches.
 
-``warm-up, n times the same period, cool-down``: the actions of one period are those of the period before,
+``warm-up, n times the same period, cool-down``: what ranks compute in a period is that of the period before,
 moved by ``period_ns`` in time and by ``step`` in their microbatches. So the bytes that a rank holds change by
 the same amount in every period, mostly by none.
 """
@@ -25,7 +25,7 @@ Moment = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """A stretch of time in which all ranks repeat what they do.
+    """A stretch of time in which all ranks repeat what they compute.
 
     Attributes
     ----------
@@ -55,13 +55,13 @@ def steady_state(timeline: Timeline) -> Steady | None:
     schedule = timeline.schedule
     table = _moments(timeline)
     stage = schedule.placement.stages_of(0)[0]
-    first = table.get((Kind.FORWARD, stage, None), {})
+    first = table.get((Kind.FORWARD, stage), {})
     middle = schedule.num_microbatches // 2
     for step in range(1, min(_MOST_STEP, schedule.num_microbatches // _FEWEST_REPEATS) + 1):
         if middle not in first or middle + step not in first:
             return None
         around, period = first[middle][0], first[middle + step][0] - first[middle][0]
-        own = [row for (_, s, _), row in table.items() if schedule.placement.rank_of[s] == 0]
+        own = [row for (_, s), row in table.items() if schedule.placement.rank_of[s] == 0]
         if period > 0 and _stretch(own, around, period, step) is not None:
             found = _stretch(table.values(), around, period, step)
             if found is not None:
@@ -69,14 +69,14 @@ def steady_state(timeline: Timeline) -> Steady | None:
     return None
 
 
-def _moments(timeline: Timeline) -> dict[tuple[Kind, int, int | None], dict[int, Moment]]:
-    """Return per kind, stage and peer: microbatch -> its times."""
-    table: dict[tuple[Kind, int, int | None], dict[int, Moment]] = {}
+def _moments(timeline: Timeline) -> dict[tuple[Kind, int], dict[int, Moment]]:
+    """Return per kind and stage of compute actions: microbatch -> its times."""
+    table: dict[tuple[Kind, int], dict[int, Moment]] = {}
     rows = zip(timeline.schedule.order, timeline.start, timeline.end, strict=True)
     for row, starts, ends in rows:
         for action, start, end in zip(row, starts, ends, strict=True):
-            key = (action.kind, action.stage, action.peer)
-            table.setdefault(key, {})[action.microbatch] = start, end
+            if action.kind.is_compute:
+                table.setdefault((action.kind, action.stage), {})[action.microbatch] = start, end
     return table
 
 
