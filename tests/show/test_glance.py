@@ -123,7 +123,7 @@ def test_a_wall_of_columns_shows_kinds_in_proportion() -> None:
     row = next(line for line in text.splitlines() if line.startswith("rank 15"))
     counts = {letter: row.count(letter) for letter in "FBW"}
     assert "kinds in proportion" in text
-    assert counts["F"] and counts["B"] and counts["W"]
+    assert all(counts.values())
     assert abs(counts["F"] / counts["B"] - 18 / 19) < 0.15
     assert abs(counts["W"] / counts["B"] - 10 / 19) < 0.15
 
