@@ -59,14 +59,14 @@ def fusing_matters(instance: Instance, sends: SendMode) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RuleOfThumb:
-    """The rule of thumb where no time is left for a search: long orders in fewer forms."""
+    """The rule of thumb, among the first orders: long orders in fewer forms."""
 
     name: str = "rule_of_thumb"
     instant: bool = True
 
     def applies(self, run: Run) -> bool:
-        """Return whether fusing matters, every rank has one stage, and the time is over."""
-        return run.done and run.alone and fusing_is_searched(run)
+        """Return whether fusing matters and every rank has one stage."""
+        return run.alone and fusing_is_searched(run)
 
     def propose(self, run: Run) -> Iterator[Order]:
         """Yield the rule's forms."""
