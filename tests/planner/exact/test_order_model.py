@@ -92,7 +92,7 @@ def test_one_order_has_the_value_that_simulate_gives_it(transport: str) -> None:
     """V, looped and any map, with branches; deadlocks too, some of them of messages that take no time."""
     deadlocks = 0
     with other_send_modes():
-        for seed in (2, 3, 6, 8, 11, 14, 17, 18, 20):
+        for seed in (2, 3, 6, 8, 11, 14):
             problem = make_problem(seed)
             problem = problem.with_(
                 transport=transport,
