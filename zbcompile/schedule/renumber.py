@@ -47,6 +47,11 @@ class Numbering:
         """Whether every rank keeps its number."""
         return self.new == tuple(range(len(self.new)))
 
+    @property
+    def words(self) -> str:
+        """Say how the ranks of a text are numbered."""
+        return f"ranks are numbered by their first stages; 0, 1, ... are {self.back().new}"
+
     def back(self) -> Numbering:
         """Return the numbering that gives every rank its old number."""
         return Numbering(tuple(self.new.index(rank) for rank in range(len(self.new))))

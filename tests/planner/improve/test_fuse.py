@@ -33,8 +33,9 @@ from zbcompile.planner.parts import search
 from zbcompile.planner.plan import plan
 from zbcompile.planner.portfolio import NAMES
 from zbcompile.planner.run import Effort, Run
+from zbcompile.planner.starts.classic import orders_for
 from zbcompile.planner.starts.fused_patterns import FusedPattern, window_choices
-from zbcompile.planner.starts.initial import one_at_a_time
+from zbcompile.planner.starts.initial import Classic, one_at_a_time
 from zbcompile.schedule.check import check, faults
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Kind
@@ -254,3 +255,13 @@ def test_jitter_favours_the_early_send_and_is_repeatable() -> None:
     assert jittered_mean(clock, split) == jittered_mean(clock, split)
     assert jittered_mean(clock, split) < jittered_mean(clock, fused)
     assert jittered_mean(clock, split, percent=0) == clock.value(split)
+
+
+@pytest.mark.parametrize("transport", ["rendezvous", "batched"])
+def test_an_order_that_settles_a_tie_is_not_called_what_it_was(transport: str) -> None:
+    """Nor is one that is shorter: only a published order is called by its name."""
+    problem = table_problem(0.5, 0, transport, 4, 8)
+    run = Run(problem, time_limit_s=60, effort=replace(Effort.of(problem), fusing=120))
+    search(run, (Classic(), SplitOrFuse()))
+    assert run.incumbent.codes not in [codes for _, codes in orders_for(problem)]
+    assert run.incumbent.lineage[-1].split(" ")[0] == "split_or_fuse"

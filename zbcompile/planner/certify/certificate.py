@@ -118,7 +118,7 @@ def _derive_numbered(solution: Solution, time_limit_s: float) -> tuple[Derivatio
     for here in given:
         out, solver = Derivation(), _Solver(here.certificate.bound_ns, time_limit_s)
         if here is not solution and not numbering.is_same:
-            out.note(f"ranks are numbered by their first stages; 0, 1, ... are {numbering.back().new}")
+            out.note(numbering.words)
         try:
             total = _derive(
                 here.problem, here.certificate.method, here.certificate.witness, out, solver, here

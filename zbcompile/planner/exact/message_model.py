@@ -74,7 +74,7 @@ class _Message:
     begin: cp_model.IntVar
 
     @property
-    def arrival(self) -> cp_model.LinearExprT:
+    def arrival(self) -> cp_model.LinearExpr:
         """When it is there."""
         return self.begin + self.way.lag
 

@@ -94,14 +94,10 @@ class _Question:
 
     def longest(self) -> int:
         """Return the time of everything in a row in ns: no order takes longer."""
-        rows = zip(*self._times(), strict=True)
-        return self.instance.num_microbatches * (
-            sum(f + max(b + w, d) for f, b, w, d in rows) + sum(self.instance.rules.lags)
-        )
-
-    def _times(self) -> tuple[tuple[int, ...], ...]:
         instance = self.instance
-        return instance.forward, instance.backward, instance.weight, instance.fused
+        times = zip(instance.forward, instance.backward, instance.weight, instance.fused, strict=True)
+        work = sum(f + max(b + w, fused) for f, b, w, fused in times)
+        return instance.num_microbatches * (work + sum(instance.rules.lags))
 
     def answer(
         self, lower: int, upper: int, hint: Codes | None, time_limit_s: float, *, any_order: bool = False

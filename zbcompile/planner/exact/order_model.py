@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ortools.sat.python import cp_model
+from ortools.sat.python import cp_model, cp_model_helper
 
 from zbcompile.planner.core.instance import BW, B, Codes, F, Fusing, Op, W, numbered
 from zbcompile.planner.core.paths import Paths
@@ -24,10 +24,10 @@ from zbcompile.planner.exact.ticks import Ticks
 
 __all__ = ["Literal", "OrderModel", "negated"]
 
-Literal = cp_model.IntVar | cp_model.NotBooleanVariable | bool
+Literal = cp_model_helper.Literal | bool
 """A boolean variable, its negation, or True or False."""
 
-Time = cp_model.LinearExprT
+Time = cp_model.LinearExpr | int
 
 
 def negated(literal: Literal) -> Literal:
@@ -218,11 +218,11 @@ class OrderModel:
             size = model.new_int_var(1, self.horizon, f"held{op}")
             model.add(self.free[op] >= self.end(op))
             return [model.new_interval_var(start, size, self.free[op], f"i{op}")]
-        forms = {
-            F: [(instance.forward[s], True)],
-            B: [(instance.backward[s], negated(fused)), (instance.fused[s], fused)],
-            W: [(instance.weight[s], negated(fused))],
-        }[kind]
+        forms: list[tuple[int, Literal]] = [(instance.forward[s], True)]
+        if kind != F:
+            forms = [(instance.backward[s] if kind == B else instance.weight[s], negated(fused))]
+        if kind == B:
+            forms.append((instance.fused[s], fused))
         return [
             model.new_optional_fixed_size_interval_var(start, length, there, f"i{op}")
             if there is not True

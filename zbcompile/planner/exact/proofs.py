@@ -93,7 +93,7 @@ class Exact:
     def prove(self, run: Run) -> Iterator[Bound | Order]:
         """Yield the solver's orders and bound.
 
-        Where the user says what is fused, the best such order is asked for first. A bound is for every choice.
+        Where the user says what is fused, the best such order is asked for first; bounds are for all choices.
         """
         whole = whole_applies(run)
         end = time.monotonic() + max(0.1, min(self.limit * run.nominal_s, run.seconds_left))
