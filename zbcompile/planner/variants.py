@@ -338,7 +338,7 @@ def _certified(solution: Solution, assignment: Assignment, bound: Bound, offered
     certificate = Certificate(
         solution.certificate.objective,
         value,
-        min(bound.value_ns, value),
+        bound.value_ns,
         bound.method,
         bound.witness,
         solution.certificate.lineage,
