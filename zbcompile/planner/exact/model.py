@@ -74,7 +74,7 @@ class _Question:
     Attributes
     ----------
     instance
-        The problem. The model does not know of gradients that wait for their turn in the sum: its bounds hold,
+        The problem. The model does not know of gradients that wait for their turn in a sum: its bounds hold,
         its orders are offered and may not fit.
     clock
         The clock of its send mode where sends hold their rank, else ``None``.
