@@ -25,7 +25,7 @@ from zbcompile.planner.run import Effort, Options, Run
 from zbcompile.planner.variants import Relay, bound_of
 from zbcompile.schedule.cuts import CutProblem
 from zbcompile.schedule.least_memory import check_caps
-from zbcompile.schedule.limits import check_plannable, check_seed
+from zbcompile.schedule.limits import check_pieces, check_plannable, check_seed
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
 from zbcompile.schedule.speeds import AS_PROFILED
@@ -85,6 +85,7 @@ def plan_cuts(
     """
     check_seed(seed)
     check_plannable(task.frame)
+    check_pieces(task.pieces)
     fusing, count = Fusing.of(fuse), task.frame.num_stages
     level_here = max(1, round(time_limit_s / 10)) if level is None else level
     if task.pieces.num_stages == count:

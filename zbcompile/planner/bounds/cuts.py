@@ -42,6 +42,9 @@ from zbcompile.schedule.speeds import AS_PROFILED, stage_at
 
 __all__ = ["BestCut", "best_cut", "least_overflow", "shared_bound"]
 
+_MOST_COSTS = 10_000
+"""Costs that are looked at in full: a second or two. Beyond, a triple counts with a part of its cost."""
+
 Triple = tuple[int, int, int]
 """(rank d, first piece a, end e): rank d runs the pieces a..e-1."""
 
@@ -84,7 +87,10 @@ class Segments:
             for p, b in zip(pieces, backward, strict=True)
         ]
         self._work = [0, *accumulate(full)]
+        self._saved = [0, *accumulate(p.saved_bytes for p in pieces)]
+        self._static = [0, *accumulate(p.static_bytes for p in pieces)]
         self._hops = _least_hops(task)
+        self._ways = [0, *accumulate(there + back for there, back in self._hops or ())]
         self._known: dict[Triple, int | None] = {}
 
     def ends(self, rank: int, first: int) -> range:
@@ -93,20 +99,31 @@ class Segments:
         return range(first + 1 if later else self.count, self.count - later + 1)
 
     def within(self, triple: Triple, most: int) -> bool:
-        """Return whether a rank can do its pieces in a value of ``most``, and the later ones the rest."""
+        """Return whether a rank may do its pieces in a value of ``most``, and the later ones the rest."""
         rank, _, end = triple
         rest = self.frame.num_microbatches * (self._work[-1] - self._work[end]) * AS_PROFILED
         if self.rough(triple) > most or rest > (most + 1) * sum(self.speeds[rank + 1 :]):
             return False
+        if triple not in self._known and len(self._known) >= _MOST_COSTS:
+            return self.overflow(triple) <= 0
         cost = self.cost(triple)
         return cost is not None and cost <= most
 
     def rough(self, triple: Triple) -> int:
-        """Return a part of the cost that takes no time to find: head and work."""
+        """Return a part of the cost that takes no time to find: head and work, or the area."""
         rank, first, end = triple
         work = (self._work[end] - self._work[first]) * AS_PROFILED // self.speeds[rank]
         head = self._head(rank, first) if self.frame.objective == "makespan" else 0
-        return head + self.frame.num_microbatches * work
+        most, cap = head + self.frame.num_microbatches * work, self.frame.caps[rank]
+        if cap is None or self._hops is None:
+            return most
+        saved = self._saved[end] - self._saved[first]
+        room = cap - self._static[end] + self._static[first]
+        if room < saved:
+            return most
+        both = self._f[end] - self._f[first] + self._b[end] - self._b[first]
+        trip = both * AS_PROFILED // self.speeds[rank] + self._trip(rank, end)
+        return max(most, self.frame.num_microbatches * trip * saved // room if room else 0)
 
     def mean_work(self) -> int:
         """Return the work of all pieces in a step, shared by the ranks by their speeds."""
@@ -147,10 +164,14 @@ class Segments:
         fastest = max(self.speeds[:rank], default=AS_PROFILED)
         return sums[first] * AS_PROFILED // fastest + rank * self._extra
 
-    def _after(self, sums: list[int], rank: int, end: int) -> int:
-        """Return the same of the pieces after a rank's."""
+    def _trip(self, rank: int, end: int) -> int:
+        """Return the least time from the end of the rank's F to the start of its B."""
+        if self._hops is None:
+            return 0
         fastest = max(self.speeds[rank + 1 :], default=AS_PROFILED)
-        return (sums[-1] - sums[end]) * AS_PROFILED // fastest + (self.ranks - 1 - rank) * self._extra
+        host = 2 * (self.ranks - 1 - rank) * self._extra
+        there, back = ((sums[-1] - sums[end]) * AS_PROFILED // fastest for sums in (self._f, self._b))
+        return there + back + host + self._ways[-1] - self._ways[rank]
 
     def _cost(self, rank: int, first: int, end: int) -> int | None:
         if self.overflow((rank, first, end)) > 0:
@@ -165,8 +186,7 @@ class Segments:
         head = tail = 0
         if self._hops is not None:
             head = self._head(rank, first)
-            trip += self._after(self._f, rank, end) + self._after(self._b, rank, end)
-            trip += sum(there + back for there, back in self._hops[rank:])
+            trip += self._trip(rank, end)
             tail = self._tail(rank, first)
         idle = memory_window_bound(instance, trip, 0).idle_ns
         left = instance.weight[0] + pending_time(instance, 0, instance.headroom[0] - instance.saved[0], 0)
