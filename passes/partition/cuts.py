@@ -11,7 +11,7 @@ from zbcompile.passes.partition.cut_points import CallOrder, CutPoint, has_known
 from zbcompile.passes.provenance import module_path_of, source_of
 from zbcompile.schedule.costs import Link
 
-__all__ = ["balanced_cuts", "named_cuts"]
+__all__ = ["balanced_cuts", "named_cuts", "piece_cuts"]
 
 BUCKETS_PER_STAGE = 48
 MOST_CUTS = 400
@@ -63,6 +63,23 @@ def balanced_cuts(
         [*(cut.trained_before for cut in cuts), order.trained],
     )
     return tuple(cuts[position] for position in line.cuts(TOLERANCE))
+
+
+def piece_cuts(order: CallOrder, most: int) -> tuple[CutPoint, ...]:
+    """Return cuts that part the calls into at most ``most`` pieces of about equal cost, at little to send.
+
+    Of every slice of the cost axis it is the cut with the smallest messages. Where the cuts allow it, every
+    piece has a parameter to train.
+    """
+    cuts = _distinct(order)
+    if len(cuts) >= most:
+        cuts = _best_per(cuts, lambda cut: (most - 1) * cut.work_before.total_ns // order.total.total_ns)
+    kept: list[CutPoint] = []
+    for cut in cuts:
+        before = kept[-1].trained_before if kept else 0
+        if before < cut.trained_before < order.trained:
+            kept.append(cut)
+    return tuple(kept or cuts)
 
 
 def _distinct(order: CallOrder) -> list[CutPoint]:

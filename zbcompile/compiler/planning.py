@@ -28,6 +28,7 @@ from zbcompile.schedule.ir import Kind, Placement, Schedule
 from zbcompile.schedule.memory import memory_peaks
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
+from zbcompile.schedule.speeds import on_ranks, relative
 
 __all__ = [
     "gradient_bytes",
@@ -133,6 +134,8 @@ def solve(options: CompileOptions, profile: Profile, num_ranks: int, num_microba
         options.objective,
         options.transport,
     )
+    speeds = options.rank_speeds if options.profile is not None else relative(options.rank_speeds)
+    problem = problem.with_(profile=on_ranks(profile, problem.placement, speeds if placement else ()))
     if given is not None:
         if options.solution is not None and options.solution.problem == problem:
             return options.solution
@@ -144,7 +147,8 @@ def solve(options: CompileOptions, profile: Profile, num_ranks: int, num_microba
 
     try:
         if placement is None:
-            return plan_auto(problem, time_limit_s=options.time_limit_s, seed=options.seed).solution
+            found = plan_auto(problem, time_limit_s=options.time_limit_s, seed=options.seed, speeds=speeds)
+            return found.solution
         return plan(problem, time_limit_s=options.time_limit_s, seed=options.seed)
     except InfeasibleError as error:
         raise _less_memory(error, options) from error

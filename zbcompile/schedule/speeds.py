@@ -15,7 +15,7 @@ from zbcompile.errors import UsageError
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
 
-__all__ = ["AS_PROFILED", "on_ranks", "speed_words", "speeds_of", "stage_at"]
+__all__ = ["AS_PROFILED", "on_ranks", "relative", "speed_words", "speeds_of", "stage_at"]
 
 AS_PROFILED = 1_000_000
 """The speed that the profile's times are for."""
@@ -58,6 +58,11 @@ def speeds_of(given: Sequence[float] | None, num_ranks: int | None = None) -> tu
         raise UsageError("one speed per rank", needed=num_ranks, given=len(numbers))
     speeds = tuple(round(speed * AS_PROFILED) for speed in numbers)
     return () if all(speed == AS_PROFILED for speed in speeds) else speeds
+
+
+def relative(speeds: Sequence[int]) -> tuple[int, ...]:
+    """Return speeds for times that rank 0 takes: each by rank 0's, to a millionth."""
+    return tuple(round(speed * AS_PROFILED / speeds[0]) for speed in speeds)
 
 
 def stage_at(stage: StageCost, speed: int) -> StageCost:
