@@ -186,7 +186,7 @@ class CompileOptions:
     @property
     def plans_cuts(self) -> bool:
         """Whether the cuts are chosen with the order."""
-        unequal = self.cuts is None and bool(self.rank_speeds)
+        unequal = self.cuts is None and len(set(self.rank_speeds)) > 1
         return self.split_points is None and (unequal or self.cuts == "plan")
 
     @property

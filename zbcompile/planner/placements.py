@@ -158,7 +158,7 @@ def placements_for(
         ("v", Placement(Placement.v(ranks, per_rank).rank_of[:stages])),
         ("looped", Placement(Placement.looped(ranks, per_rank).rank_of[:stages])),
     ]
-    if speeds and stages == ranks:
+    if len(set(speeds)) > 1 and stages == ranks:
         named.append(("matched", _matched(problem, speeds)))
     result: list[tuple[str, Placement]] = []
     for name, placement in named:

@@ -24,7 +24,7 @@ _LOWEST, _HIGHEST = 1e-3, 1e3
 
 
 def speeds_of(given: Sequence[float] | None, num_ranks: int | None = None) -> tuple[int, ...]:
-    """Return the speeds of ranks in millionths; empty where all are as profiled.
+    """Return the speeds of ranks in millionths; empty where none are given.
 
     Parameters
     ----------
@@ -56,8 +56,7 @@ def speeds_of(given: Sequence[float] | None, num_ranks: int | None = None) -> tu
             )
     if num_ranks is not None and len(numbers) != num_ranks:
         raise UsageError("one speed per rank", needed=num_ranks, given=len(numbers))
-    speeds = tuple(round(speed * AS_PROFILED) for speed in numbers)
-    return () if all(speed == AS_PROFILED for speed in speeds) else speeds
+    return tuple(round(speed * AS_PROFILED) for speed in numbers)
 
 
 def relative(speeds: Sequence[int]) -> tuple[int, ...]:
@@ -96,10 +95,10 @@ def on_ranks(profile: Profile, placement: Placement, speeds: Sequence[int]) -> P
     UsageError
         There is not one speed per rank.
     """
-    if not speeds:
-        return profile
-    if len(speeds) != placement.num_ranks:
+    if speeds and len(speeds) != placement.num_ranks:
         raise UsageError("one speed per rank", needed=placement.num_ranks, given=len(speeds))
+    if all(speed == AS_PROFILED for speed in speeds):
+        return profile
     stages = zip(profile.stages, placement.rank_of, strict=True)
     source = f"{profile.source}; {speed_words(speeds)}".removeprefix("; ")
     return replace(profile, stages=tuple(stage_at(s, speeds[r]) for s, r in stages), source=source)
