@@ -130,7 +130,9 @@ def test_a_forged_certificate_is_refused() -> None:
         replace(solution, cuts=None),
         replace(solution, cuts=replace(cuts, speeds=(AS_PROFILED, AS_PROFILED, 2 * AS_PROFILED))),
         replace(solution, cuts=replace(cuts, sizes=(1, 1, 7))),
-        replace(solution, certificate=replace(certificate, witness={**certificate.witness, "sizes": [2, 2, 5]})),
+        replace(
+            solution, certificate=replace(certificate, witness={**certificate.witness, "sizes": [2, 2, 5]})
+        ),
         replace(solution, certificate=replace(certificate, witness={**certificate.witness, "other": 1})),
         replace(solution, certificate=replace(certificate, method="work", witness={"rank": 0})),
     ]
@@ -142,7 +144,13 @@ def test_a_file_whose_cuts_do_not_make_its_profile_is_refused() -> None:
     layer = StageCost.simple(4, 4, 2, 5, 2)
     solution = plan_cuts(CutProblem.of(Profile((layer,) * 4), Placement.linear(2), 3), level=1)
     document = json.loads(schedule_json.dumps(solution))
-    for change in ({"sizes": [1, 3]}, {"sizes": [4]}, {"sizes": [2, 0]}, {"speeds": [1]}, {"speeds": [1, -1]}):
+    for change in (
+        {"sizes": [1, 3]},
+        {"sizes": [4]},
+        {"sizes": [2, 0]},
+        {"speeds": [1]},
+        {"speeds": [1, -1]},
+    ):
         with pytest.raises(FormatError):
             schedule_json.loads(json.dumps(document | {"cuts": document["cuts"] | change}))
 
@@ -152,19 +160,18 @@ def target_task(caps_in_p: float) -> CutProblem:
     times, held = CUT["layer_ns"], CUT["layer_bytes"]
     share = CUT["head"]["times_layer"]
     layer = StageCost.simple(times["F"], times["B"], times["W"], held["saved"], held["saved_for_weight"])
-    head = StageCost.simple(
-        *(round(share * times[kind]) for kind in "FBW"), CUT["head"]["extra_saved"], 0
-    )
+    head = StageCost.simple(*(round(share * times[kind]) for kind in "FBW"), CUT["head"]["extra_saved"], 0)
     pieces = Profile((layer,) * 32 + (head,), link=Link(CUT["link_latency_ns"]))
-    return CutProblem.of(
-        pieces, Placement.linear(8), 16, int(caps_in_p * 8 * 4 * held["saved"]), "makespan"
-    )
+    return CutProblem.of(pieces, Placement.linear(8), 16, int(caps_in_p * 8 * 4 * held["saved"]), "makespan")
 
 
 def test_the_target_at_one_and_a_half_p_is_proved_over_all_cuts() -> None:
     solution = plan_cuts(target_task(1.5), level=1, time_limit_s=60, fuse="never")
     assert solution.certificate.is_optimal
-    assert solution.certificate.value_ns <= 1_000_000 * CUT["makespan_ms"]["climbed, 25 s of cuts with plans of .6 s"][3]
+    assert (
+        solution.certificate.value_ns
+        <= 1_000_000 * CUT["makespan_ms"]["climbed, 25 s of cuts with plans of .6 s"][3]
+    )
     assert verify_certificate(solution).derived_ns == solution.certificate.bound_ns
 
 

@@ -1,39 +1,17 @@
-"""Reads what `plan` takes about pieces, cuts and ranks of different speed."""
+"""Reads the problem of `plan --stages`: pieces, and the stages to cut them into."""
 
 from __future__ import annotations
 
 import argparse
 
-from zbcompile.cli.inputs import load_profile, parse_bytes, parse_placement, where_of
+from zbcompile.cli.inputs import load_profile, parse_bytes, parse_placement, parse_speeds, where_of
 from zbcompile.errors import UsageError
 from zbcompile.schedule.cuts import CutProblem
 from zbcompile.schedule.ir import PLACEMENTS, Placement
 from zbcompile.schedule.limits import check_pieces, check_plannable
 from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS
-from zbcompile.schedule.speeds import speeds_of
 
-__all__ = ["load_cut_problems", "parse_speeds"]
-
-
-def parse_speeds(text: str | None, num_ranks: int) -> tuple[int, ...]:
-    """Read the speeds of ``--rank-speeds``, in millionths; empty where all are as profiled.
-
-    Raises
-    ------
-    UsageError
-        A word is no positive number, or there is not one per rank.
-    """
-    if text is None:
-        return ()
-    speeds = []
-    for rank, word in enumerate(text.split(",")):
-        try:
-            speeds.append(float(word))
-        except ValueError:
-            raise UsageError(
-                f"--rank-speeds: {word[:40]!r} is no number", where=f"rank {rank}", fix="write 1,1,0.5,1"
-            ) from None
-    return speeds_of(speeds, num_ranks)
+__all__ = ["load_cut_problems"]
 
 
 def load_cut_problems(arguments: argparse.Namespace) -> list[CutProblem]:
@@ -106,6 +84,8 @@ def _caps(text: str) -> tuple[int | None, ...]:
     words = [word.strip() for word in text.split(",")]
     if any(word.lower().endswith("p") for word in words):
         raise UsageError(
-            "what p microbatches hold on a rank depends on the cut", given=text[:40], fix="give --cap in bytes"
+            "what p microbatches hold on a rank depends on the cut",
+            given=text[:40],
+            fix="give --cap in bytes",
         )
     return tuple(None if word.lower() == "none" else parse_bytes(word) for word in words)

@@ -9,8 +9,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from zbcompile.cli.cut_inputs import load_cut_problems, parse_speeds
-from zbcompile.cli.inputs import load_problem
+from zbcompile.cli.cut_inputs import load_cut_problems
+from zbcompile.cli.inputs import load_problem, parse_speeds
 from zbcompile.cli.shared_options import add_output, add_problem_options, add_search_options, positive, words
 from zbcompile.compiler.lower import lower
 from zbcompile.formats import schedule_json

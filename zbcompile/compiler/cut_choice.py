@@ -92,7 +92,6 @@ class CutChoice:
         self.observer("cuts", task.cuts(sizes))
         return [cuts[end - 1] for end in accumulate(sizes[:-1])]
 
-
     def _pieces(self, captured: Captured, most: int) -> tuple[tuple[CutPoint, ...], Profile]:
         """Return the cuts between pieces, and what the pieces cost, counted; the model stays as it is."""
         cuts, device = piece_cuts(legal_cuts(captured, self.device), most), self.device

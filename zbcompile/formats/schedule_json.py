@@ -293,7 +293,9 @@ def _check_cuts(cuts: Cuts, problem: Problem | None, where: str) -> None:
     """Refuse cuts that do not make the stages of the problem's profile."""
     stages = 0 if problem is None else problem.num_stages
     if problem is None or len(cuts.sizes) != stages:
-        raise FormatError("one size per stage of a profile", where=where, needed=stages, given=len(cuts.sizes))
+        raise FormatError(
+            "one size per stage of a profile", where=where, needed=stages, given=len(cuts.sizes)
+        )
     check_amount(cuts.pieces, problem.num_microbatches, at(where, "pieces"))
     if guarded(lambda: cuts.profile(problem.placement), where) != problem.profile:
         raise FormatError("the profile is not what the cuts make of the pieces", where=where)

@@ -134,9 +134,7 @@ def _filled(work: Sequence[int], ranks: int) -> Placement:
     return Placement(tuple(filled))
 
 
-def placements_for(
-    problem: Problem, ranks: int, speeds: Sequence[int] = ()
-) -> list[tuple[str, Placement]]:
+def placements_for(problem: Problem, ranks: int, speeds: Sequence[int] = ()) -> list[tuple[str, Placement]]:
     """Return the placements to try, named: contiguous (linear for one stage per rank), looped and V.
 
     No two are alike. Where the stages do not divide, looped and V leave some ranks with one stage fewer.

@@ -40,7 +40,11 @@ def speeds_of(given: Sequence[float] | None, num_ranks: int | None = None) -> tu
     """
     if given is None:
         return ()
-    numbers = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise UsageError(
+            "the speed of a rank is a number, and speeds a list of one per rank", given=repr(given)
+        )
+    numbers = tuple(given)
     for rank, speed in enumerate(numbers):
         if (
             isinstance(speed, bool)

@@ -192,7 +192,9 @@ class Segments:
         left = instance.weight[0] + pending_time(instance, 0, instance.headroom[0] - instance.saved[0], 0)
         found = [work + idle, head + work + idle - left + tail if known and rank else 0]
         if instance.headroom[0] > 0:
-            held = (trip + instance.backward[0]) * instance.saved[0] + instance.weight[0] * instance.pending[0]
+            held = (trip + instance.backward[0]) * instance.saved[0] + instance.weight[0] * instance.pending[
+                0
+            ]
             found.append(-(-frame.num_microbatches * held // instance.headroom[0]))
         if frame.objective == "makespan":
             found.append(head + work + idle)
