@@ -191,9 +191,9 @@ def compile(
         formula. ``plan``: small pieces of it are counted, and quick plans under ``memory_limit`` choose how
         they are joined. Default: ``plan`` where ranks differ in speed, else ``balance``.
     rank_speeds
-        One number per rank, where ranks differ in speed: 1 for that of the profile, 0.5 where everything takes
-        twice as long. Where stages are measured, that is on rank 0: the ratios to its number count. The costs
-        of a checkpoint's plan are those of its ranks already.
+        One number per rank, where ranks differ in speed: 1 for that of the profile, 0.5 where everything
+        takes twice as long. Where stages are measured, that is on rank 0: the ratios to its number count. The
+        costs of a checkpoint's plan are those of its ranks already.
     observer
         Called after every step of the compiler, before the next begins, with the step's name and what it
         made; by the name ``split_backward.joint`` also after every rewrite of a stage's joint graph.

@@ -81,7 +81,9 @@ def test_placement_auto_gives_the_slow_rank_the_light_stage(capsys, tmp_path: Pa
         (("--rank-speeds", "1,2"), "one speed per rank"),
     ],
 )
-def test_what_does_not_fit_is_refused(capsys, pieces_path: Path, words: tuple[object, ...], message: str) -> None:
+def test_what_does_not_fit_is_refused(
+    capsys, pieces_path: Path, words: tuple[object, ...], message: str
+) -> None:
     code, out, talk = run(capsys, "plan", pieces_path, *words)
     assert (code, out) == (2, "")
     assert message in talk

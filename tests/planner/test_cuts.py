@@ -1,4 +1,4 @@
-"""Cuts chosen with the order: the bound against brute force over all cuts and orders, the choice, the targets."""
+"""Cuts chosen with the order: the bound against brute force over cuts and orders, the choice, the targets."""
 
 from __future__ import annotations
 

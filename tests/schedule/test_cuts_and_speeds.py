@@ -72,7 +72,9 @@ def test_times_follow_the_rank_and_nothing_else_changes() -> None:
     assert relative(()) == ()
 
 
-@pytest.mark.parametrize("given_speeds", [(0,), (-1,), (math.nan,), (math.inf,), (1e-4,), (True,), ("1",), 3, "12"])
+@pytest.mark.parametrize(
+    "given_speeds", [(0,), (-1,), (math.nan,), (math.inf,), (1e-4,), (True,), ("1",), 3, "12"]
+)
 def test_speeds_that_cannot_be_meant_are_refused(given_speeds: Any) -> None:
     with pytest.raises(UsageError, match="speed of a rank"):
         speeds_of(given_speeds)

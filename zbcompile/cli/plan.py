@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _found(arguments: argparse.Namespace, reporter: _Reporter) -> Solution:
-    """Plan for one placement, or with ``--placement auto`` for all that fit; with ``--stages`` cut as well."""
+    """Plan for one placement, or with ``--placement auto`` for all that fit; ``--stages`` cuts as well."""
     from zbcompile.planner.placements import plan_auto
     from zbcompile.planner.plan import plan
 

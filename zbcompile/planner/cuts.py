@@ -279,7 +279,7 @@ class _Ranking:
 
 
 def _around(sizes: Sizes) -> Iterator[Sizes]:
-    """Yield the cuts with pieces moved from a stage to its neighbour, then to any other, many pieces first."""
+    """Yield the cuts with pieces moved from a stage to a neighbour, then to any other, many pieces first."""
     step, count = max(1, max(sizes) // 4), len(sizes)
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     pairs.sort(key=lambda pair: abs(pair[0] - pair[1]) > 1)

@@ -29,7 +29,8 @@ def speeds_of(given: Sequence[float] | None, num_ranks: int | None = None) -> tu
     Parameters
     ----------
     given
-        One positive number per rank: 1 is the speed that the profile's times are for, 0.5 takes twice as long.
+        One positive number per rank: 1 is the speed that the profile's times are for, 0.5 takes twice as
+        long.
     num_ranks
         How many there must be; None: not known yet.
 

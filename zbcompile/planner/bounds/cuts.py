@@ -4,8 +4,8 @@ Stage k alone on rank k. Say that rank d runs the pieces a..e-1. Whatever the ot
 
 * its F's and B's come after the F's of the pieces before a (the head) and d messages at least, and are
   followed by the B's of these pieces and one W of the first (the tail) and d messages;
-* from the start of its F to the start of its B, the F's of the pieces from a on and the B's of those from e on
-  run one after the other, with a message each way for every rank after d (the round trip);
+* from the start of its F to the start of its B, the F's of the pieces from a on and the B's of those from e
+  on run one after the other, with a message each way for every rank after d (the round trip);
 * so its memory windows (`zbcompile.planner.bounds.memory_window`) leave it idle for some time, with which
 
       work + idle,   head + work + idle - W's that can be left when the last B ends + tail,
@@ -15,8 +15,9 @@ Stage k alone on rank k. Say that rank d runs the pieces a..e-1. Whatever the ot
 
 The greatest of these is the cost of (d, a, e). A cut is a way through such triples, and its value is at least
 the greatest cost on the way. The bound is the least of that over all ways, by bisection. Times of pieces on
-other ranks are taken at the speed of the fastest rank that may run them, and messages at the least size of any
-cut. A message, or a gradient, that some cut may not send counts nothing; without it, no path is known.
+other ranks are taken at the speed of the fastest rank that may run them, and messages at the least size of
+any cut. Where some piece does not feed the next one, or gets no gradient from it, a cut may break the path:
+then heads, tails and round trips count nothing but the rank's own F.
 
 Several stages on a rank: some rank runs its share of all work, by speed; and the rank of stage 0 is busy or
 waits from the start of an F to the end of its B, while one microbatch passes through all pieces and back.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from zbcompile.errors import UsageError
-from zbcompile.planner.certify.derive import fillings
+from zbcompile.planner.certify.derive import window_fillings
 from zbcompile.planner.certify.facts import Derivation, Facts, Witness, refuse
 from zbcompile.schedule.costs import Edge, Profile, StageCost
 from zbcompile.schedule.cuts import Cuts
@@ -228,7 +228,7 @@ class _Ranks:
         fits = m if saved == 0 else min(m, facts.headroom[own] // saved)
         best = [0] * (m + fits + 2)
         for i in range(m, 0, -1):
-            most = max(time for _, _, time in fillings(facts, own, own, i, fits))
+            most = max(time for _, _, time in window_fillings(facts, own, own, i, fits))
             idle = max(0, trip - min(fits, m - i + 1) * facts.f[own] - most)
             best[i] = max(best[i + 1], idle + best[i + fits])
         return best[1]
