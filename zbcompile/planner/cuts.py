@@ -227,12 +227,18 @@ class _Ranking:
                 self.best = value, sizes
         return self.values[sizes]
 
-    def _value(self, sizes: Sizes) -> int | None:
-        problem = self.task.problem(sizes)
+    def fits(self, sizes: Sizes) -> bool:
+        """Return whether some order of a cut fits under the caps."""
         try:
-            check_caps(problem, fusing=self.options.fusing is not Fusing.NEVER)
+            check_caps(self.task.problem(sizes), fusing=self.options.fusing is not Fusing.NEVER)
         except InfeasibleError:
+            return False
+        return True
+
+    def _value(self, sizes: Sizes) -> int | None:
+        if not self.fits(sizes):
             return None
+        problem = self.task.problem(sizes)
         if self.best is not None and bound_of(problem).value_ns >= self.best[0]:
             return None
         self.plans += 1
@@ -309,29 +315,40 @@ def _changed(sizes: Sizes, rng: random.Random) -> Sizes:
 def _ranked(ranking: _Ranking, start: Sizes, level: int, relay: Relay) -> list[Sizes]:
     """Return the cuts to plan in full, best first."""
     values: list[tuple[int, Sizes]] = []
+    known = [start]
     try:
+        if ranking.fits(start):
+            _plan_briefly(ranking, start, values, relay)
+        if values and values[0][0] <= ranking.bound.value_ns:
+            return [start]
         ranking.climb(start, _TRIES * level)
         known = ranking.best_first(start)
         if ranking.proved or len(known) == 1:
             return known[:1]
         for sizes in known[: _SHORT_PLANS * level]:
-            if values and relay.seconds_left() < 0.4 * relay.limit:
+            if relay.seconds_left() < 0.4 * relay.limit or (
+                values and min(values)[0] <= ranking.bound.value_ns
+            ):
                 break
-            problem = ranking.task.problem(sizes)
-            if values and bound_of(problem).value_ns >= min(values)[0]:
-                continue
-            value = _short_value(problem, ranking.options)
-            if value is not None:
-                values.append((value, sizes))
-                relay(Progress(min(values)[0], 0, 0.0, "cuts"))
-            if values and min(values)[0] <= ranking.bound.value_ns:
-                break
+            if sizes != start:
+                _plan_briefly(ranking, sizes, values, relay)
     except KeyboardInterrupt:
         relay(Progress(None, 0, 0.0, "interrupted", PlanState.INTERRUPTED))
         known = ranking.best_first(start)
     values.sort()
     best = [sizes for value, sizes in values if value <= 1.01 * values[0][0]]
     return (best or known)[:_FINALISTS]
+
+
+def _plan_briefly(ranking: _Ranking, sizes: Sizes, values: list[tuple[int, Sizes]], relay: Relay) -> None:
+    """Add the value of a cut's short plan, unless its own bound is no better than the best."""
+    problem = ranking.task.problem(sizes)
+    if values and bound_of(problem).value_ns >= min(values)[0]:
+        return
+    value = _short_value(problem, ranking.options)
+    if value is not None:
+        values.append((value, sizes))
+        relay(Progress(min(values)[0], 0, 0.0, "cuts"))
 
 
 def _short_value(problem: Problem, options: Options) -> int | None:

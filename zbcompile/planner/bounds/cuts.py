@@ -25,6 +25,7 @@ waits from the start of an F to the end of its B, while one microbatch passes th
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -34,7 +35,7 @@ from zbcompile.planner.bounds.memory_window import memory_window_bound
 from zbcompile.planner.bounds.start_end_idle import pending_time
 from zbcompile.planner.core.instance import Instance
 from zbcompile.schedule.coarsen import joined_stage
-from zbcompile.schedule.costs import Profile
+from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.cuts import CutProblem
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.memory import uses_of
@@ -43,7 +44,7 @@ from zbcompile.schedule.speeds import AS_PROFILED, stage_at
 
 __all__ = ["BestCut", "best_cut", "least_overflow", "shared_bound"]
 
-_MOST_COSTS = 10_000
+_MOST_COSTS = 4_000
 """Costs that are looked at in full: a second or two. Beyond, a triple counts with a part of its cost."""
 
 Triple = tuple[int, int, int]
@@ -89,6 +90,7 @@ class Segments:
         ]
         self._work = [0, *accumulate(full)]
         self._saved = [0, *accumulate(p.saved_bytes for p in pieces)]
+        self._pending = [0, *accumulate(p.saved_for_weight_bytes for p in pieces)]
         self._static = [0, *accumulate(p.static_bytes for p in pieces)]
         self._hops = _least_hops(task)
         self._ways = [0, *accumulate(there + back for there, back in self._hops or ())]
@@ -99,11 +101,18 @@ class Segments:
         later = self.ranks - 1 - rank
         return range(first + 1 if later else self.count, self.count - later + 1)
 
+    def ends_within(self, rank: int, first: int, most: int) -> range:
+        """Return where they may end if the rank, by its work, and the later ones need at most ``most``."""
+        ends, m, work = self.ends(rank, first), self.frame.num_microbatches, self._work
+        head = self._head(rank, first) if self.frame.objective == "makespan" else 0
+        own = (max(0, most - head) // m + 2) * self.speeds[rank] // AS_PROFILED + 1
+        rest = (most + 1) * sum(self.speeds[rank + 1 :]) // (m * AS_PROFILED)
+        low, high = bisect_left(work, work[-1] - rest), bisect_right(work, work[first] + own)
+        return range(max(ends.start, low), min(ends.stop, high))
+
     def within(self, triple: Triple, most: int) -> bool:
-        """Return whether a rank may do its pieces in a value of ``most``, and the later ones the rest."""
-        rank, _, end = triple
-        rest = self.frame.num_microbatches * (self._work[-1] - self._work[end]) * AS_PROFILED
-        if self.rough(triple) > most or rest > (most + 1) * sum(self.speeds[rank + 1 :]):
+        """Return whether a rank may do its pieces in a value of ``most``."""
+        if self.rough(triple) > most:
             return False
         if triple not in self._known and len(self._known) >= _MOST_COSTS:
             return self.overflow(triple) <= 0
@@ -150,8 +159,10 @@ class Segments:
         cap = self.frame.caps[rank]
         if cap is None:
             return -1
-        stage = joined_stage(self.task.pieces.stages[first:end])
-        return uses_of(stage).alone(fusing=True) + stage.static_bytes - cap
+        saved, pending, static = (
+            sums[end] - sums[first] for sums in (self._saved, self._pending, self._static)
+        )
+        return uses_of(StageCost(0, 0, 0, 0, saved, pending)).alone(fusing=True) + static - cap
 
     def _head(self, rank: int, first: int) -> int:
         """Return the least time before the rank's first F can start."""
@@ -274,16 +285,25 @@ def shared_bound(task: CutProblem) -> Bound:
 
 def _within(segments: Segments, most: int) -> tuple[int, ...] | None:
     """Return a cut none of whose stages costs more than ``most``, None if there is none."""
-    return _way(segments, lambda triple: segments.within(triple, most))
+    return _way(
+        segments,
+        lambda triple: segments.within(triple, most),
+        lambda rank, first: segments.ends_within(rank, first, most),
+    )
 
 
-def _way(segments: Segments, allowed: Callable[[Triple], bool]) -> tuple[int, ...] | None:
-    """Return a cut all of whose triples are allowed, None if there is none."""
+def _way(
+    segments: Segments,
+    allowed: Callable[[Triple], bool],
+    ends_of: Callable[[int, int], range] | None = None,
+) -> tuple[int, ...] | None:
+    """Return a cut all of whose triples are allowed and end where they may, None if there is none."""
+    ends_of = ends_of or segments.ends
     befores: list[dict[int, int]] = [{0: 0}]
     for rank in range(segments.ranks):
         reached: dict[int, int] = {}
         for first in befores[-1]:
-            for end in segments.ends(rank, first):
+            for end in ends_of(rank, first):
                 if end not in reached and allowed((rank, first, end)):
                     reached[end] = first
         befores.append(dict(sorted(reached.items())))
