@@ -149,7 +149,7 @@ def legal_cuts(captured: Captured, device: Device | None = None) -> CallOrder:
 def _ordered(
     captured: Captured, device: Device | None
 ) -> tuple[CallOrder, StorageGroups, set[Node], dict[Node, Work]]:
-    """Return the calls with their legal cuts, the groups of storage, auxiliary calls, and every call's times."""
+    """Return the calls with their legal cuts, groups of storage, auxiliary calls, and every call's times."""
     graph = captured.module.graph
     groups = StorageGroups(graph)
     auxiliary = auxiliary_nodes(captured, groups)

@@ -65,9 +65,9 @@ class CutChoice:
     observer: Observer
 
     def __call__(self, captured: Captured) -> Sequence[CutPoint] | None:
-        """Return the cuts of the model; None where no cut fits, or there is nothing to choose.
+        """Return the cuts of the model; None where no cut fits, or there are fewer than stages need.
 
-        Cuts that balance the work are then taken, and planning says what does not fit.
+        Cuts that balance the work are then looked for, and that, or planning, says what is missing.
         """
         stages = self.placement.num_stages
         most = min(MOST_PIECES, PIECES_PER_STAGE * stages)
@@ -94,7 +94,8 @@ class CutChoice:
 
     def _pieces(self, captured: Captured, most: int) -> tuple[tuple[CutPoint, ...], Profile]:
         """Return the cuts between pieces, and what the pieces cost, counted; the model stays as it is."""
-        cuts, device = piece_cuts(legal_cuts(captured, self.device), most), self.device
+        device, stages = self.device, self.placement.num_stages
+        cuts = piece_cuts(legal_cuts(captured, device), most, stages)
         sources = partition(captured, len(cuts) + 1, split_points=lambda legal, count: cuts, device=device)
         graphs = split_backward(captured, sources, recompute=self.recompute, device=device, skip=self.skip)
         if device is not None:
