@@ -20,7 +20,7 @@ from zbcompile.schedule.solution import Solution
 MOST_LEVEL = 10_000
 """Most that can be asked for: a day's worth."""
 
-__all__ = ["MOST_LEVEL", "PartRun", "Progress", "plan"]
+__all__ = ["MOST_LEVEL", "PartRun", "Progress", "plan", "quick_value"]
 
 
 def plan(
@@ -114,7 +114,7 @@ def _plan(
     return plan_variants(
         problem,
         lambda p, limit, tell: _plan_order(p, options, limit, tell),
-        lambda p: _quick_value(p, options),
+        lambda p: quick_value(p, options),
         time_limit_s=time_limit_s,
         observer=observer,
         fusing=options.fusing is not Fusing.NEVER,
@@ -134,8 +134,8 @@ def _plan_order(
     return run.incumbent.solution()
 
 
-def _quick_value(problem: Problem, options: Options) -> int | None:
-    """Return the value of the first orders alone, to rank assignments of variants."""
-    run = Run(problem, options, time_limit_s=2.0, effort=Effort.quick(problem))
+def quick_value(problem: Problem, options: Options, time_limit_s: float = 2.0) -> int | None:
+    """Return the value of the first orders alone, to rank assignments of variants and cuts."""
+    run = Run(problem, options, time_limit_s=time_limit_s, effort=Effort.quick(problem))
     search(run, QUICK)
     return run.value

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from zbcompile.formats.measured_json import Measured
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.cuts import Cuts
 from zbcompile.schedule.held_gradients import gradients_words, held_sets
 from zbcompile.schedule.ir import Kind, Schedule
 from zbcompile.schedule.problem import Problem
@@ -20,6 +21,7 @@ from zbcompile.show.units import TimeUnit, format_bytes, found_by, percent, time
 __all__ = [
     "Proof",
     "Summary",
+    "cuts_line",
     "gradients_line",
     "headline",
     "measured_to_json",
@@ -70,6 +72,8 @@ class Summary:
         How the order was found, for people.
     has_profile
         False when the file has no costs, so that the times are those of F = B = W = 1.
+    cuts
+        How the stages were cut where that was chosen with the order; else None.
     """
 
     timeline: Timeline
@@ -77,6 +81,7 @@ class Summary:
     certificate: Certificate | None
     origin: str
     has_profile: bool
+    cuts: Cuts | None = None
 
     @property
     def unit(self) -> TimeUnit:
@@ -119,6 +124,7 @@ def summarize(file: ScheduleFile, timeline: Timeline | None = None) -> Summary:
         file.certificate,
         file.origin,
         file.problem is not None,
+        file.cuts,
     )
 
 
@@ -194,6 +200,14 @@ def origin_words(summary: Summary) -> str:
     return found_by(certificate.lineage)
 
 
+def cuts_line(summary: Summary) -> str:
+    """Say how many pieces each stage has; empty where the cuts were not chosen with the order."""
+    if summary.cuts is None:
+        return ""
+    sizes = " ".join(map(str, summary.cuts.sizes))
+    return f"cut with the order: {sizes} pieces a stage"
+
+
 def gradients_line(summary: Summary) -> str:
     """Say which gradients of weights wait for their turn in the sum; empty for most orders: none."""
     return gradients_words(summary.timeline.schedule, summary.timeline.problem)
@@ -203,7 +217,7 @@ def to_json(summary: Summary) -> dict[str, object]:
     """Return all figures as plain values: shares as fractions, times in ns, memory in bytes."""
     timeline, problem = summary.timeline, summary.timeline.problem
     certificate, baseline = summary.certificate, summary.baseline.timeline
-    peaks, held = timeline.peak_bytes, held_sets(timeline.schedule)
+    peaks, held, cuts = timeline.peak_bytes, held_sets(timeline.schedule), summary.cuts
     if problem.accumulate != "order":
         held = (0,) * problem.num_stages
     return {
@@ -217,6 +231,7 @@ def to_json(summary: Summary) -> dict[str, object]:
         "kept_gradients": problem.kept_gradients,
         "has_profile": summary.has_profile,
         "origin": summary.origin,
+        "pieces_per_stage": None if cuts is None else list(cuts.sizes),
         "span_ns": timeline.span_ns,
         "makespan_ns": timeline.makespan_ns,
         "bubble_of_span": timeline.bubble("span"),

@@ -20,6 +20,7 @@ from zbcompile.show.palette import ASCII, UNICODE, Glyphs, fill_of, ink, paint
 from zbcompile.show.summary import (
     Proof,
     Summary,
+    cuts_line,
     gradients_line,
     headline,
     kind_means,
@@ -143,9 +144,9 @@ class _Drawing:
         )
         fault = summary.proof is Proof.OTHER_VALUE
         yield self._line(proof_line(summary), Style(bold=True, color="#e0303a") if fault else None)
-        held = gradients_line(summary)
-        if held:
-            yield self._line(held)
+        for line in (cuts_line(summary), gradients_line(summary)):
+            if line:
+                yield self._line(line)
         words = [
             _count(problem.num_ranks, "rank"),
             f"{_count(problem.num_stages, 'stage')}, {problem.placement.name}",

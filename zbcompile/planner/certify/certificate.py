@@ -17,6 +17,7 @@ from typing import cast
 from zbcompile.errors import CheckError, UsageError
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.blocking_send import instant_links
+from zbcompile.planner.certify.cuts import check_cuts, cuts_bound
 from zbcompile.planner.certify.derive import derivations
 from zbcompile.planner.certify.facts import Derivation, Facts, Witness, alike, rank_of, refuse
 from zbcompile.planner.core.instance import Instance, is_chain
@@ -34,7 +35,7 @@ __all__ = ["Verified", "explain", "verify", "verify_certificate"]
 _MOST_ACTIONS = 7000
 """Largest step for which the exact model is built again."""
 
-_OUTERMOST = ("variants", "cp_sat", "crossing")
+_OUTERMOST = ("variants", "cuts", "cp_sat", "crossing")
 """Methods that prove no part of another bound."""
 
 _MOST_UNITS = 2**53
@@ -173,7 +174,11 @@ def explain(solution: Solution) -> str:
 
 def _check_choice(solution: Solution) -> None:
     """Test that the stages run as variants that were offered, and that the bound is for all that were."""
-    offered, method = solution.offered, solution.certificate.method
+    offered, method, cuts = solution.offered, solution.certificate.method, solution.cuts
+    if cuts is not None:
+        check_cuts(solution.problem, cuts)
+        if method != "cuts" and any(size > 1 for size in cuts.sizes):
+            raise refuse("the bound is for the cuts chosen, not for all of them", "cuts", method)
     if offered is None:
         if method == "variants":
             raise refuse("the solution does not say which variants its stages offered", "the offered profile")
@@ -223,6 +228,10 @@ def _derive(
         return _blocking_send(problem, witness, out, solver)
     if method == "variants":
         return _variants(problem, witness, out, solver, solution)
+    if method == "cuts":
+        if solution is None or solution.cuts is None:
+            raise refuse("the solution does not say how its stages were cut", "its pieces and cuts")
+        return cuts_bound(problem, solution.cuts, witness, solver.target, out)
     if method == "cp_sat":
         return _cp_sat(problem, witness, out, solver)
     if method == "crossing":
