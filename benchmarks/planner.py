@@ -4,8 +4,8 @@
     python benchmarks/planner.py ablate --help      what each part of the planner is worth
 
 Prints for every row: ours, the peer's figure, the bound, the gap, wall and processor seconds. Times
-in milliseconds. Sections: paper, makespan, starved, v, looped, variants, unequal,
-large. Default: all.
+in milliseconds. Sections: paper, makespan, starved, v, v_min, looped, variants, unequal,
+large, cuts. Default: all.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import ablate
+from zbcompile.planner.cuts import plan_cuts
 from zbcompile.planner.plan import plan
 from zbcompile.schedule.costs import Link, Profile, StageCost
+from zbcompile.schedule.cuts import CutProblem
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
@@ -32,6 +34,7 @@ from zbcompile.schedule.solution import Solution
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data"
 PAPER = json.loads((DATA / "paper_profiles.json").read_text())["configs"]
 TARGETS = {row["name"]: row for row in json.loads((DATA / "targets.json").read_text())["problems"]}
+CUT = json.loads((DATA / "targets.json").read_text())["cut"]
 PEER = json.loads((DATA / "peer_schedules.json").read_text())["runs"]
 Row = dict[str, Any]
 
@@ -165,6 +168,36 @@ def v(first: int, count: int) -> None:
     print(f"v: makespan at cap p, largest gap: {max(gaps, default=0):.2%}")
 
 
+def v_min(count: int) -> None:
+    """V-Min at p = 8 by counted tries: what ten seconds allow, then what a minute does, with two seeds each.
+
+    The 'peer' is the best order known before. Six profiles of other times and ranks follow, whose rows are to
+    be compared with each other: no seed should be longer than another, or than a minute, by more than .5 %.
+    """
+    known = {24: 1444.3835e6, 32: 1862.5425e6, 64: None}
+    rows: list[tuple[str, Problem, float | None]] = []
+    for m, best_ns in known.items():
+        row = next(r for r, _ in v_rows("V-Min") if (r["set"], r["p"], r["m"]) == ("paper", 8, m))
+        problem = peer_problem(row, row["schedules"]["V-Min"]["peak_over_MB"], "span")
+        rows.append((f"1.5B p=8 m={m} V-Min", problem, best_ns))
+    for p, m, times in (
+        (4, 12, (10, 10, 10)),
+        (4, 16, (18, 18, 9)),
+        (6, 18, (12, 15, 9)),
+        (6, 24, (10, 10, 5)),
+        (8, 16, (10, 12, 8)),
+        (8, 24, (14, 13, 13)),
+    ):
+        stage = StageCost.simple(*(time * 1_000_000 for time in times), 2, 1)
+        profile = Profile.uniform(stage, 2 * p, 400_000)
+        name = f"{'/'.join(map(str, times))} p={p} m={m} half of p"
+        rows.append((name, Problem.of(profile, Placement.v(p), m, 2 * p), None))
+    for name, problem, best_ns in rows[:count]:
+        for level, seed in ((1, 0), (1, 1), (6, 0)):
+            solution, wall, cpu = timed(problem, 600, level=level, seed=seed)
+            line(name, solution, wall, cpu, best_ns, f"level {level} seed {seed}")
+
+
 def looped_problem(p: int, per_rank: int, m: int) -> Problem:
     """The published 1.5B times in ``per_rank`` parts, one cap for all ranks.
 
@@ -267,6 +300,26 @@ def large() -> None:
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
 
 
+def cut_problem(caps_in_p: float) -> CutProblem:
+    """The problem ``cut`` of targets.json: 32 equal layers and a head on 8 ranks, makespan."""
+    times, held, share = CUT["layer_ns"], CUT["layer_bytes"], CUT["head"]["times_layer"]
+    layer = StageCost.simple(times["F"], times["B"], times["W"], held["saved"], held["saved_for_weight"])
+    head = StageCost.simple(*(round(share * times[kind]) for kind in "FBW"), CUT["head"]["extra_saved"], 0)
+    pieces = Profile((layer,) * 32 + (head,), link=Link(CUT["link_latency_ns"]))
+    return CutProblem.of(pieces, Placement.linear(8), 16, int(caps_in_p * 8 * 4 * held["saved"]), "makespan")
+
+
+def cuts() -> None:
+    """Cuts chosen with the order in 30 s, no fusing. The 'peer' is the cut that was climbed before."""
+    before = next(values for name, values in CUT["makespan_ms"].items() if name.startswith("climbed"))
+    for caps_in_p, peer_ms in zip((0.5, 0.75, 1, 1.5), before, strict=True):
+        wall, cpu = time.perf_counter(), time.process_time()
+        solution = plan_cuts(cut_problem(caps_in_p), time_limit_s=30, fuse="never")
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        assert solution.cuts is not None
+        line(f"cuts cap {caps_in_p}p", solution, wall, cpu, peer_ms * 1e6, str(solution.cuts.sizes))
+
+
 def main() -> None:
     """Run the sections named, or all; or leave parts of the planner out."""
     if sys.argv[1:2] == ["ablate"]:
@@ -285,7 +338,9 @@ def main() -> None:
         "makespan": makespan,
         "unequal": lambda: unequal(min(20, arguments.rows)),
         "starved": starved,
+        "cuts": cuts,
         "v": lambda: v(arguments.first, arguments.rows),
+        "v_min": lambda: v_min(arguments.rows),
     }
     unknown = [name for name in arguments.sections if name not in sections]
     if unknown:

@@ -3,9 +3,9 @@
     python benchmarks/same_plans.py > before.txt
     python benchmarks/same_plans.py | diff before.txt -
 
-Every row ends by proof or by counted tries; the last column says which (`proved`, `counted`). `TIME` means
-that the limit cut the row off, and then it says nothing. Columns: name, value, bound, digest of the order,
-end. Seconds go to standard error.
+Every row ends by proof or by counted tries (`level`: those of its limit); the last column says which
+(`proved`, `counted`). `TIME` means that the limit cut the row off, and then it says nothing. Columns: name,
+value, bound, digest of the order, end. Seconds go to standard error.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
     """Plan every row and print its fingerprint."""
     for name, problem, limit in rows():
         began = time.monotonic()
-        solution = plan(problem, time_limit_s=limit)
+        solution = plan(problem, time_limit_s=limit, level=max(1, round(limit / 10)))
         seconds = time.monotonic() - began
         found = solution.certificate
         ended = "proved" if found.is_optimal else "counted" if seconds < 0.95 * limit else "TIME"

@@ -11,7 +11,7 @@ from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
 from zbcompile.schedule.ir import PLACEMENTS, Placement, Schedule
 from zbcompile.schedule.limits import check_seed
-from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS
+from zbcompile.schedule.problem import ACCUMULATE, OBJECTIVES, TRANSPORTS
 from zbcompile.schedule.solution import Solution
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ BatchDim = int | tuple[tuple[str | int, int | None], ...]
 """The batch dimension of all tensors; or of those that are named (None: it has none), and 0 of the others."""
 
 OTHER_SHAPES = ("plan", "refuse")
+CUTS = ("balance", "plan")
 
 NAMED_PLACEMENTS = ("auto", *PLACEMENTS)
 
@@ -62,6 +63,10 @@ class CompileOptions:
         Tensors that every microbatch gets whole: positions of args, names of the forward's arguments.
     gradient_dtype
         What gradients of narrower parameters are summed in; None: their own dtype.
+    accumulate
+        Whether gradients are summed in microbatch ``order``, or as they come, in the least ``memory``.
+    kept_gradients
+        Whether ``param.grad`` may hold gradients of earlier steps when a step begins: the plan counts them.
     constant
         Arguments of the model whose values are the same in every microbatch of every step, and become part
         of the graphs: positions of args, names of the forward's arguments.
@@ -75,6 +80,10 @@ class CompileOptions:
         Whether branches on data take the side that they take on the example, and are checked at every step.
     skip
         Names of rewrites of graphs to leave out, as ``ZBCOMPILE_SKIP`` has them.
+    cuts
+        ``balance`` or ``plan``; None: ``plan`` where ranks differ in speed, else ``balance``.
+    rank_speeds
+        Speeds of the ranks in millionths (`zbcompile.schedule.speeds`); empty: all alike.
 
     Raises
     ------
@@ -113,8 +122,12 @@ class CompileOptions:
     stall_limit_s: float = 300.0
     free_model: bool = False
     gradient_dtype: torch.dtype | None = None
+    accumulate: str = ACCUMULATE[0]
+    kept_gradients: bool = False
     cache: str | None = None
     skip: tuple[str, ...] = ()
+    cuts: str | None = None
+    rank_speeds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages)
@@ -123,11 +136,17 @@ class CompileOptions:
                 _check_count(name, getattr(self, name))
         check_seed(self.seed)
         _check_name("gradient_dtype", str(self.gradient_dtype), ("None", "torch.float32"))
-        if not isinstance(self.fixed_branches, bool):
-            raise UsageError("fixed_branches must be True or False", given=repr(self.fixed_branches))
+        for name in ("fixed_branches", "kept_gradients"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} must be True or False", given=repr(getattr(self, name)))
         _check_name("objective", self.objective, OBJECTIVES)
         _check_name("transport", self.transport, TRANSPORTS)
+        _check_name("accumulate", self.accumulate, ACCUMULATE)
         _check_name("other_shapes", self.other_shapes, OTHER_SHAPES)
+        if self.cuts is not None:
+            _check_name("cuts", self.cuts, CUTS)
+        if self.cuts == "plan" and self.split_points is not None:
+            raise UsageError("split_points are given, so no cuts are planned", fix="leave out one of the two")
         if not isinstance(self.placement, Placement):
             _check_name("placement", self.placement, NAMED_PLACEMENTS)
         limits = self.memory_limit if isinstance(self.memory_limit, tuple) else (self.memory_limit,)
@@ -171,6 +190,12 @@ class CompileOptions:
                 given=f"{schedule.placement.name}: {list(schedule.placement.rank_of)}",
                 fix="leave placement out, or plan another schedule",
             )
+
+    @property
+    def plans_cuts(self) -> bool:
+        """Whether the cuts are chosen with the order."""
+        unequal = self.cuts is None and len(set(self.rank_speeds)) > 1
+        return self.split_points is None and (unequal or self.cuts == "plan")
 
     @property
     def joined_dim(self) -> int:

@@ -30,7 +30,6 @@ from zbcompile.compiler.dump import observer_from_environment
 from zbcompile.compiler.merged import save_merged
 from zbcompile.compiler.norms import gradient_norms, total_norm
 from zbcompile.compiler.observe import Observer
-from zbcompile.compiler.planning import gradient_bytes
 from zbcompile.compiler.replan import Replan, replan
 from zbcompile.compiler.saved import Own, load, save
 from zbcompile.compiler.scaler import PipelineScaler
@@ -43,10 +42,10 @@ from zbcompile.passes.split.rewrites import skipped_from_environment
 from zbcompile.runtime.stage_modules import Stage
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
-from zbcompile.schedule.held_gradients import held_bytes
 from zbcompile.schedule.ir import Placement, Schedule
-from zbcompile.schedule.problem import TRANSPORTS
+from zbcompile.schedule.problem import ACCUMULATE, TRANSPORTS
 from zbcompile.schedule.solution import Certificate, Solution
+from zbcompile.schedule.speeds import speeds_of
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +93,11 @@ def compile(
     stall_limit: float = 300.0,
     free_model: bool = False,
     gradient_dtype: torch.dtype | None = None,
+    accumulate: str = ACCUMULATE[0],
+    kept_gradients: bool = False,
     cache: str | os.PathLike[str] | None = None,
+    cuts: str | None = None,
+    rank_speeds: Sequence[float] | None = None,
     observer: Observer | None = None,
 ) -> Pipeline:
     """Cut a model into stages, find the best order of their work, and make it runnable.
@@ -116,8 +119,8 @@ def compile(
         ranks.
     memory_limit
         Bytes per rank, one for all or one each: parameters, gradients, optimizer state (two tensors per
-        parameter) and activations. Not counted: the result of `Pipeline.step` with ``return_outputs``, and
-        gradients that wait for their turn in the sum (`Pipeline.gradients_beyond_plan`).
+        parameter), activations, and gradients that wait for their turn in the sum (``accumulate``). Not
+        counted: the result of `Pipeline.step` with ``return_outputs``.
     placement
         ``auto``, ``linear``, ``looped``, ``v``, a `Placement`, or the rank of each stage.
     objective
@@ -179,10 +182,26 @@ def compile(
         ``torch.float32``: gradients of narrower parameters (bfloat16, float16) are summed in float32 and
         handed over so; ``param.grad`` is then wider than ``param``. See docs/runtime.md for the optimizer.
         Default: gradients have the dtype of their parameter.
+    accumulate
+        ``order``: gradients of weights are summed in the order of the microbatches, with the bits of a plain
+        loop. Where an order computes one out of turn it waits, and the plan counts it. ``memory``: each is
+        added as it comes, so that none waits: equal up to rounding, and the same at every step of one order.
+    kept_gradients
+        Whether steps begin with gradients of earlier steps in ``param.grad`` (several steps to one of the
+        optimizer): the plan counts a second set of gradients. Without it, such a step under a
+        ``memory_limit`` that leaves no room for them warns.
     cache
         Folder in which plans are kept, to be found again at the next start with the same graphs, options,
         ranks and versions: then nothing is measured, searched, or, unless ``verify`` is True, compared with
         the model. Each process may have a folder of its own; rank 0's decides the plan.
+    cuts
+        How the model is cut where no ``split_points`` are given. ``balance``: for the shortest step by a
+        formula. ``plan``: small pieces of it are counted, and quick plans under ``memory_limit`` choose how
+        they are joined. Default: ``plan`` where ranks differ in speed, else ``balance``.
+    rank_speeds
+        One number per rank, where ranks differ in speed: 1 for that of the profile, 0.5 where everything
+        takes twice as long. Where stages are measured, that is on rank 0: the ratios to its number count. The
+        costs of a checkpoint's plan are those of its ranks already.
     observer
         Called after every step of the compiler, before the next begins, with the step's name and what it
         made; by the name ``split_backward.joint`` also after every rewrite of a stage's joint graph.
@@ -236,8 +255,12 @@ def compile(
         stall_limit_s=stall_limit,
         free_model=free_model,
         gradient_dtype=gradient_dtype,
+        accumulate=accumulate,
+        kept_gradients=kept_gradients,
         cache=None if cache is None else os.path.abspath(cache),
         skip=skipped_from_environment(),
+        cuts=cuts,
+        rank_speeds=speeds_of(None if saved is not None and profile is None else rank_speeds),
     )
     pipeline = Pipeline(options, observer or observer_from_environment())
     if example_args is not None or example_kwargs is not None:
@@ -452,15 +475,6 @@ class Pipeline(Sequence[Stage]):
     def profile(self) -> Profile:
         """The costs that the order was planned with."""
         return self._ready().plan.problem.profile
-
-    @property
-    def gradients_beyond_plan(self) -> tuple[int, ...]:
-        """Bytes per rank of gradients of weights that the order holds at once and the plan does not count.
-
-        They wait for their turn in the sum, which is taken in microbatch order. 0 for most orders.
-        """
-        compiled = self._ready()
-        return held_bytes(compiled.plan.schedule, gradient_bytes(compiled.staged))
 
     @property
     def rank(self) -> int | None:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from zbcompile.errors import UsageError
 from zbcompile.passes.lower.fold import Loop, fold
-from zbcompile.schedule.held_gradients import held_bytes, held_sets, held_words
+from zbcompile.schedule.held_gradients import gradients_words
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.semantics import SendMode
@@ -46,7 +46,6 @@ def emit(
     problem: Problem,
     certificate: Certificate | None = None,
     send_slots: int | None = None,
-    gradient_bytes: Sequence[int] | None = None,
 ) -> tuple[str, ...]:
     """Return the program of every rank; the same arguments give the same bytes.
 
@@ -58,8 +57,6 @@ def emit(
         Its bound goes into the header.
     send_slots
         Messages that may be on their way per channel before the sender waits; None: any number.
-    gradient_bytes
-        Bytes of the gradients of every stage's weights, where they are known.
 
     Raises
     ------
@@ -68,25 +65,8 @@ def emit(
     """
     if not schedule.has_communication and _crosses_ranks(problem):
         raise UsageError("a program needs its sends and receives", fix="run insert_comm first")
-    timeline, held = simulate(schedule, problem), _held_lines(schedule, gradient_bytes)
-    return tuple(
-        _program(rank, timeline, certificate, send_slots, held[rank]) for rank in range(schedule.num_ranks)
-    )
-
-
-def _held_lines(schedule: Schedule, gradient_bytes: Sequence[int] | None) -> list[str]:
-    """Return per rank what it holds beyond the plan, in words; empty where that is nothing."""
-    sets, ranks = held_sets(schedule), range(schedule.num_ranks)
-    if gradient_bytes is None:
-        words = [held_words(sets, schedule.placement.stages_of(rank)) for rank in ranks]
-        return [f"beyond the plan it holds {text}" if text else "" for text in words]
-    sets = tuple(count if size else 0 for count, size in zip(sets, gradient_bytes, strict=True))
-    amounts = held_bytes(schedule, gradient_bytes)
-    words = [held_words(sets, schedule.placement.stages_of(rank)) for rank in ranks]
-    return [
-        f"beyond the plan it holds {_bytes(amount)}: {text}" if amount else ""
-        for amount, text in zip(amounts, words, strict=True)
-    ]
+    timeline, ranks = simulate(schedule, problem), range(schedule.num_ranks)
+    return tuple(_program(rank, timeline, certificate, send_slots) for rank in ranks)
 
 
 def _crosses_ranks(problem: Problem) -> bool:
@@ -94,13 +74,11 @@ def _crosses_ranks(problem: Problem) -> bool:
     return any(rank_of[edge.source] != rank_of[edge.target] for edge in problem.profile.edges)
 
 
-def _program(
-    rank: int, timeline: Timeline, certificate: Certificate | None, send_slots: int | None, held: str
-) -> str:
+def _program(rank: int, timeline: Timeline, certificate: Certificate | None, send_slots: int | None) -> str:
     schedule = timeline.schedule
     stages = schedule.placement.stages_of(rank)
     lines = [
-        *_header(rank, timeline, certificate, held),
+        *_header(rank, timeline, certificate),
         "",
         f"RANK = {rank}",
         f"STAGES = {stages}",
@@ -117,7 +95,7 @@ def _program(
     return "\n".join(lines)
 
 
-def _header(rank: int, timeline: Timeline, certificate: Certificate | None, held: str) -> list[str]:
+def _header(rank: int, timeline: Timeline, certificate: Certificate | None) -> list[str]:
     schedule, problem = timeline.schedule, timeline.problem
     stages = schedule.placement.stages_of(rank)
     objective = problem.objective
@@ -132,8 +110,8 @@ def _header(rank: int, timeline: Timeline, certificate: Certificate | None, held
     ]
     peak, cap = timeline.peak_bytes[rank], problem.caps[rank]
     lines.append(f"peak {_bytes(peak)}" + ("" if cap is None else f" of {_bytes(cap)} allowed"))
-    if held:
-        lines.append(held)
+    if gradients := gradients_words(schedule, problem, rank):
+        lines.append(gradients)
     if certificate is not None:
         lines.append(f"lower bound {_ms(certificate.bound_ns)}: {certificate.status}")
     return [*lines, '"""']

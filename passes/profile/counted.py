@@ -9,7 +9,7 @@ upper bound.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -64,6 +64,7 @@ def counted_profile(
                 stage.saved_for_weight_bytes,
                 _static_bytes(stage, optimizer_bytes),
                 name=f"stage {stage.index}",
+                gradient_bytes=_gradient_bytes(stage),
             )
         )
     source = f"counted for {chosen.name}: {chosen.source}"
@@ -74,13 +75,22 @@ def counted_profile(
 
 def _static_bytes(stage: StageGraphs, optimizer_bytes: int | None) -> int:
     """Return the bytes of parameters, buffers, gradients and optimizer state, from the forward graph."""
-    placeholders = stage.graphs.forward.graph.find_nodes(op="placeholder")
     total = 0
-    trainable = set(stage.trainable)
-    for name, placeholder in zip((*stage.parameters, *stage.buffers), placeholders, strict=False):
-        value: Tensor = placeholder.meta["val"]
+    for name, value in _state(stage):
         total += value.nbytes
-        if name in trainable:
+        if name in stage.trainable:
             kept = OPTIMIZER_SLOTS * value.nbytes
             total += value.nbytes + (kept if optimizer_bytes is None else optimizer_bytes * value.numel())
     return total
+
+
+def _gradient_bytes(stage: StageGraphs) -> int:
+    """Return the bytes of one gradient for each trainable parameter."""
+    return sum(value.nbytes for name, value in _state(stage) if name in stage.trainable)
+
+
+def _state(stage: StageGraphs) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and values of parameters and buffers, from the forward graph."""
+    placeholders = stage.graphs.forward.graph.find_nodes(op="placeholder")
+    for name, placeholder in zip((*stage.parameters, *stage.buffers), placeholders, strict=False):
+        yield name, placeholder.meta["val"]

@@ -69,6 +69,7 @@ def measure(
                     stage.saved_for_weight_bytes,
                     _static_bytes(stage, state),
                     name=f"stage {stage.index}",
+                    gradient_bytes=sum(state[n].nbytes for n in stage.trainable),
                 )
             )
     device = stages[0].inputs[0].device if stages[0].inputs else "cpu"

@@ -722,7 +722,7 @@ def test_gradients_held_beyond_the_plan_are_said_and_nothing_where_there_are_non
         assert (code, words in out) == (0, True)
         assert "beyond the plan" not in run(capsys, command, schedule_path)[1]
     code, out, _ = run(capsys, "show", tmp_path / "s.txt", "--json")
-    assert [rank["gradients_beyond_plan"] for rank in json.loads(out)["per_rank"]] == [[1]]
+    assert [rank["waiting_gradients"] for rank in json.loads(out)["per_rank"]] == [[1]]
     stage = {"forward_ns": 20, "backward_input_ns": 20, "backward_weight_ns": 20, "full_backward_ns": 37}
     stage |= {"repeat": 4, "saved_bytes": 4, "saved_for_weight_bytes": 2}
     profile = {

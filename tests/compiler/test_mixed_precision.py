@@ -65,6 +65,11 @@ def test_gradients_of_bfloat16_parameters_are_summed_and_handed_over_in_float32(
         for a, b in zip(pipeline.profile.stages, plain.profile.stages, strict=True)
     ]
     assert sum(wider) == 2 * sum(p.numel() for p in model.parameters())
+    sets = [
+        (a.gradient_bytes, 2 * b.gradient_bytes)
+        for a, b in zip(pipeline.profile.stages, plain.profile.stages, strict=True)
+    ]
+    assert all(wide == twice > 0 for wide, twice in sets)
 
 
 def test_a_gradient_of_another_dtype_in_the_way_is_refused_by_name() -> None:

@@ -112,7 +112,11 @@ def test_all_options_but_the_named_ones_are_agreed_on() -> None:
         "stall_limit_s": 1.0,
         "free_model": True,
         "gradient_dtype": torch.float32,
+        "accumulate": "memory",
+        "kept_gradients": True,
         "skip": ("simplify",),
+        "cuts": "plan",
+        "rank_speeds": (1_000_000, 500_000),
     }
     compared_elsewhere = {"model", "loss_fn", "group", "plan_group", "split_points", "cache"}
     assert set(CompileOptions.__dataclass_fields__) == set(other) | compared_elsewhere

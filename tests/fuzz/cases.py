@@ -143,6 +143,8 @@ def _schedule_words(rng: random.Random, put: Callable[[str, str], str]) -> list[
         words += ["--profile", put("p.json", documents.profile(rng))]
     costs = "--profile" in words or (ending == "json" and rng.random() < 0.8)
     words += _maybe(rng, 0.2 * costs, "--cap", _cap(rng))
+    words += _maybe(rng, 0.1 * costs, "--accumulate", _value(rng, "order", "memory"))
+    words += _maybe(rng, 0.1 * costs, rng.choice(("--kept-gradients", "--no-kept-gradients")))
     return words + _maybe(rng, 0.15 * costs, "--transport", _value(rng, "async", "rendezvous", "batched"))
 
 
@@ -232,6 +234,8 @@ def _problem_words(rng: random.Random, put: Callable[[str, str], str]) -> list[s
     words += _maybe(rng, 0.4, "--microbatches", _value(rng, "1", "2", "3", "4", "5", "6", "12", "1048576"))
     words += _maybe(rng, 0.15, "--objective", _value(rng, "span", "makespan"))
     words += _maybe(rng, 0.2, "--transport", _value(rng, "async", "rendezvous", "batched"))
+    words += _maybe(rng, 0.15, "--accumulate", _value(rng, "order", "memory"))
+    words += _maybe(rng, 0.1, rng.choice(("--kept-gradients", "--no-kept-gradients")))
     words += _maybe(rng, 0.2, "--seed", _value(rng, "0", "7", "2147483647"))
     return words
 

@@ -19,7 +19,6 @@ import zbcompile
 from zbcompile.autograd_oracle import autograd_step, count_draws
 from zbcompile.errors import CheckError, InfeasibleError, PipelineError, ShapeError, UsageError
 from zbcompile.formats import measured_json, schedule_json
-from zbcompile.runtime.gradients import GradientSums
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Kind, Placement, Schedule
 
@@ -501,38 +500,3 @@ def test_a_profile_without_an_edge_that_the_model_has_is_refused() -> None:
             split_points=["layers.1", "layers.2"],
             profile=Profile((stage,) * 3),
         )
-
-
-def test_gradients_that_an_order_holds_beyond_its_plan_are_said_and_are_what_is_held(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """BW saves 3 us: the best order under the cap has W's behind later BW's, whose gradients wait."""
-    times = (20_000, 20_000, 20_000, 37_000)
-    profile = Profile.uniform(StageCost(*times, saved_bytes=4, saved_for_weight_bytes=2), 4)
-    model, held = mlp(), dict[int, dict[int, int]]()
-    most: dict[int, int] = {}
-
-    def add(self: GradientSums, stage: int, microbatch: int, grads: dict[str, Tensor]) -> None:
-        usual(self, stage, microbatch, grads)
-        sets = (stage in self.totals) + len(self._early.get(stage, {}))
-        held.setdefault(id(self), {})[stage] = (sets - 1) * sum(g.nbytes for g in grads.values())
-        most[stage] = max(most.get(stage, 0), sum(held[id(self)].values()))
-
-    usual = GradientSums.add
-    monkeypatch.setattr(GradientSums, "add", add)
-    pipeline, (x, y) = compiled(model, 4, 8, profile=profile, memory_limit=16), data()
-    with pytest.warns(UserWarning, match="beyond memory_limit: rank 1 holds"):
-        pipeline.step(x, target=y)
-    sums = pipeline.gradients_beyond_plan
-    assert [most[stage] for stage in range(4)] == list(sums)
-    assert max(sums) > 0
-    weights = 8 * 8 * 4 + 8 * 4
-    for rank, amount in enumerate(sums):
-        words = (
-            f": up to {amount // weights} gradient{'s' if amount > weights else ''} of stage {rank}'s weights"
-        )
-        assert (words in pipeline.source(rank)) == (amount > 0)
-        assert ("beyond the plan" in pipeline.source(rank)) == (amount > 0)
-    other = mlp()
-    loop(other, x, y, 8)
-    assert_same_gradients(model, other)

@@ -34,12 +34,12 @@ def test_no_cost_of_a_stage_is_lost() -> None:
     other = StageCost(**{name: 40 - 5 * k for k, name in enumerate(names)})
     together = Placement((0, 0))
     joined = coarsened(Problem.of(Profile((one, other)), together), together).profile.stages[0]
-    least = cheapest(replace(one, variants=(replace(other, static_bytes=99),)))
+    least = cheapest(replace(one, variants=(replace(other, static_bytes=99, gradient_bytes=99),)))
     assert len(names) >= 7
     for name in names:
         a, b = getattr(one, name), getattr(other, name)
         assert getattr(joined, name) == a + b
-        assert getattr(least, name) == (a if name == "static_bytes" else min(a, b))
+        assert getattr(least, name) == (a if name in ("static_bytes", "gradient_bytes") else min(a, b))
 
 
 def test_every_joined_stage_pays_the_host_overhead_that_its_stages_pay() -> None:

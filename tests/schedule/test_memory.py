@@ -12,7 +12,7 @@ from tests.support.planner_cases import random_placement, random_problem
 from tests.support.strategies import greedy_order, problems
 from zbcompile.planner.core.compiled import vector
 from zbcompile.planner.core.instance import Instance, to_codes, to_schedule
-from zbcompile.planner.core.kernel import stays_legal
+from zbcompile.planner.core.kernel import counts_size, stays_legal
 from zbcompile.planner.core.score import fits
 from zbcompile.planner.core.tables import Tables, pack
 from zbcompile.planner.starts.fused_patterns import alternate
@@ -35,8 +35,11 @@ from zbcompile.schedule.simulate import simulate
 
 
 @given(problems(), st.randoms(use_true_random=False), st.booleans())
-def test_every_action_holds_what_the_bag_holds(problem: Problem, random: object, messages: bool) -> None:
-    schedule = greedy_order(problem, random)
+def test_every_action_holds_what_the_bag_holds(
+    problem: Problem, random: random.Random, messages: bool
+) -> None:
+    """Orders of any kind: microbatches in any order, B and W of some and BW of others."""
+    schedule = greedy_order(problem, random, random.random())
     if messages:
         schedule = insert_communication(schedule, problem)
     bags = [held_by_hand(problem, rank, row) for rank, row in enumerate(schedule.order)]
@@ -48,17 +51,22 @@ def test_every_action_holds_what_the_bag_holds(problem: Problem, random: object,
 
 
 @given(problems(), st.randoms(use_true_random=False), st.integers(-2, 2))
-def test_judge_scorer_and_kernel_refuse_the_same_orders(problem: Problem, random: object, spare: int) -> None:
-    schedule = greedy_order(problem, random)
+def test_judge_scorer_and_kernel_refuse_the_same_orders(
+    problem: Problem, random: random.Random, spare: int
+) -> None:
+    """Of orders as the planner numbers them: it keeps the microbatches' order of each kind and stage."""
+    codes = to_codes(greedy_order(problem, random, random.random()))
+    schedule = to_schedule(codes, problem)
     peaks = [
         max(most for most, _ in held_by_hand(problem, rank, row)) for rank, row in enumerate(schedule.order)
     ]
     problem = problem.with_(caps=tuple(max(0, peak + spare) for peak in peaks))
     good = [fits_by_hand(problem, rank, row) for rank, row in enumerate(schedule.order)]
     assert (faults(schedule, problem) == []) == all(good)
-    instance, codes = Instance.of(problem), to_codes(schedule)
+    instance = Instance.of(problem)
     assert fits(instance, codes) == all(good)
-    tables, counts = Tables.of(instance), vector([0] * (4 * problem.num_stages))
+    tables = Tables.of(instance)
+    counts = vector([0] * counts_size(tables))
     line = pack(instance, codes)
     assert [bool(stays_legal(tables, *line, r, counts)) for r in range(problem.num_ranks)] == good
 

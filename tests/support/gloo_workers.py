@@ -352,3 +352,29 @@ def evaluated(rank: int) -> Any:
         found = pipeline.eval(x)
         pipeline.synchronize()
     return output, found, measured
+
+
+OUT_OF_TURN = Schedule.parse(
+    "placement 0 1\nmicrobatches 4\n"
+    "rank 0: 0F0 0F1 0F2 0F3 0B0 0BW1 0BW2 0W0 0BW3\n"
+    "rank 1: 1F0 1B0 1F1 1BW1 1F2 1B2 1F3 1BW3 1W0 1W2\n"
+)
+"""An order whose gradients wait for their turn in the sum, on both ranks."""
+
+
+def summed_as_asked(rank: int, accumulate: str, **options: Any) -> list[dict[str, Tensor]]:
+    """Return the gradients after each of three steps that keep them, the order's W's out of turn."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8))
+    x = torch.randn(3, 12, 8)
+    options = {"schedule": OUT_OF_TURN, "accumulate": accumulate, "split_points": ["2"], **options}
+    found = []
+    with zbcompile.compile(
+        model, 2, loss_fn=nn.functional.mse_loss, num_microbatches=4, **options
+    ) as pipeline:
+        for batch in x:
+            pipeline.step(batch, target=batch)
+            found.append({name: p.grad.clone() for name, p in pipeline.named_parameters()})
+        pipeline.eval(x[0])
+        pipeline.synchronize()
+    return found

@@ -26,19 +26,38 @@ def fits_by_hand(problem: Problem, rank: int, row: Iterable[Action]) -> bool:
 
 def _held(problem: Problem, rank: int, row: Iterable[Action]) -> Iterator[tuple[int, int]]:
     stages = problem.profile.stages
-    held = sum(stages[s].static_bytes for s in problem.placement.stages_of(rank))
+    own = problem.placement.stages_of(rank)
+    static = sum(stages[s].static_bytes for s in own)
+    static += sum(stages[s].gradient_bytes for s in own) * problem.kept_gradients
     bag: dict[tuple[str, int, int], int] = {}
+    sums: dict[int, int] = {}
     for action in row:
         letter, s, i = action.kind.letter, action.stage, action.microbatch
         if letter == "F":
             bag["activations", s, i] = stages[s].saved_bytes
-            held += stages[s].saved_bytes
-        most = held
+        most = static + _bytes(bag, sums)
         if letter in ("B", "BW"):
-            held -= bag.pop(("activations", s, i))
+            del bag["activations", s, i]
         if letter == "B":
             bag["for W", s, i] = stages[s].saved_for_weight_bytes
-            held += stages[s].saved_for_weight_bytes
         if letter == "W":
-            held -= bag.pop(("for W", s, i))
+            del bag["for W", s, i]
+        if letter in ("W", "BW") and problem.accumulate == "order":
+            bag["gradients", s, i] = stages[s].gradient_bytes
+            sums.setdefault(s, 0)
+            while bag.pop(("gradients", s, sums[s]), None) is not None:
+                sums[s] += 1
+        held = static + _bytes(bag, sums)
         yield max(most, held), held
+
+
+def _bytes(bag: dict[tuple[str, int, int], int], sums: dict[int, int]) -> int:
+    """Return the bytes in a bag; of a stage without a sum one set of gradients has the sum's place.
+
+    ``sums`` has per stage how many microbatches its sum holds.
+    """
+    held = sum(bag.values())
+    for stage, done in sums.items():
+        waiting = [size for (what, s, _), size in bag.items() if (what, s) == ("gradients", stage)]
+        held -= max(waiting, default=0) if done == 0 else 0
+    return held

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
-from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.problem import ACCUMULATE, Problem
 from zbcompile.schedule.rules import Rules, predecessors
 
 _TIME = st.integers(0, 9)
@@ -20,7 +20,14 @@ def stage_costs(draw: st.DrawFn) -> StageCost:
     """Draw any costs with B + W at least BW."""
     b, w = draw(_TIME), draw(_TIME)
     return StageCost(
-        draw(_TIME), b, w, draw(st.integers(0, b + w)), draw(_BYTES), draw(_BYTES), draw(st.integers(0, 3))
+        draw(_TIME),
+        b,
+        w,
+        draw(st.integers(0, b + w)),
+        draw(_BYTES),
+        draw(_BYTES),
+        draw(st.integers(0, 3)),
+        gradient_bytes=draw(st.sampled_from([0, 0, 1, 2, 5])),
     )
 
 
@@ -51,7 +58,9 @@ def problems(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 4) -> 
     link = Link(draw(st.integers(0, 4)), draw(st.sampled_from([0, 10**9, 5 * 10**8])))
     stages = tuple(draw(stage_costs()) for _ in range(n))
     profile = Profile(stages, tuple(edges), link, overhead_ns=draw(st.integers(0, 2)))
-    return Problem(profile, placement, draw(st.integers(1, max_microbatches)))
+    accumulate = draw(st.sampled_from(ACCUMULATE))
+    problem = Problem(profile, placement, draw(st.integers(1, max_microbatches)))
+    return problem.with_(accumulate=accumulate, kept_gradients=draw(st.booleans()))
 
 
 def greedy_order(problem: Problem, random: Random | None = None, fuse: float = 0.3) -> Schedule:

@@ -485,6 +485,8 @@ def otherwise() -> dict[str, Any]:
         "stall_limit": LIMIT_S + 1,
         "free_model": True,
         "gradient_dtype": torch.float32,
+        "accumulate": "memory",
+        "kept_gradients": True,
     }
 
 

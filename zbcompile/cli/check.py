@@ -12,7 +12,7 @@ from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.formats.streams import check_output, say, write_output
 from zbcompile.schedule.check import judge
 from zbcompile.schedule.event_graph import EventGraph
-from zbcompile.schedule.held_gradients import held_sets, held_words
+from zbcompile.schedule.held_gradients import gradients_words
 from zbcompile.schedule.limits import check_plannable
 from zbcompile.schedule.simulate import timeline_of
 from zbcompile.schedule.solution import Solution
@@ -58,9 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     if file.certificate is not None:
         words.append("certificate proved again" if arguments.certificate else "value as certified")
     lines = [f"ok: {count} actions on {file.schedule.num_ranks} ranks: {', '.join(words)}"]
-    held = held_words(held_sets(file.schedule))
-    if held:
-        lines.append(f"beyond the plan it holds {held}")
+    if gradients := gradients_words(file.schedule, problem):
+        lines.append(gradients)
     lines += proof
     write_output("\n".join(lines) + "\n")
     return 0

@@ -54,9 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
     form = Form(arguments.to)
     text, where = read_text(arguments.schedule), where_of(arguments.schedule)
     if form is Form.CHROME and _is_measured(text, where):
-        for option in ("profile", "cap", "transport", "communication"):
+        for option in ("profile", "cap", "transport", "accumulate", "kept_gradients", "communication"):
             if getattr(arguments, option) is not None:
-                raise UsageError(f"a measured timeline takes no --{option}", where=where)
+                name = option.replace("_", "-")
+                raise UsageError(f"a measured timeline takes no --{name}", where=where)
         arguments.output.write(chrome_trace.dumps_measured(measured_json.loads(text, where)))
         return 0
     file = load_scheduled(arguments, text)

@@ -18,6 +18,7 @@ from zbcompile.formats.streams import say
 from zbcompile.schedule.ir import PLACEMENTS, Placement
 from zbcompile.schedule.limits import MAX_AMOUNT, check_plannable
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.speeds import speeds_of
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -30,6 +31,7 @@ __all__ = [
     "parse_bytes",
     "parse_caps",
     "parse_placement",
+    "parse_speeds",
     "parse_time",
     "where_of",
 ]
@@ -46,6 +48,9 @@ _UNITS = {
     "gib": 1 << 30,
     "tib": 1 << 40,
 }
+_CHANGED = ("cap", "transport", "accumulate", "kept_gradients")
+"""Options of commands that read a schedule which change its problem."""
+
 _TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 _NUMBER = re.compile(r"((?:[0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})(?:[eE][0-9]{1,2})?)\s*([^\W\d]*%?)")
 
@@ -147,6 +152,27 @@ def parse_placement(text: str, num_stages: int) -> Placement:
     return problem_json.named_placement(text, num_stages)
 
 
+def parse_speeds(text: str | None, num_ranks: int) -> tuple[int, ...]:
+    """Read the speeds of ``--rank-speeds``, in millionths; empty where all are as profiled.
+
+    Raises
+    ------
+    UsageError
+        A word is no positive number, or there is not one per rank.
+    """
+    if text is None:
+        return ()
+    speeds = []
+    for rank, word in enumerate(text.split(",")):
+        try:
+            speeds.append(float(word))
+        except ValueError:
+            raise UsageError(
+                f"--rank-speeds: {word[:40]!r} is no number", where=f"rank {rank}", fix="write 1,1,0.5,1"
+            ) from None
+    return speeds_of(speeds, num_ranks)
+
+
 def check_directory() -> None:
     """Refuse to run where the working directory is gone: torch's libraries end the process there.
 
@@ -201,6 +227,8 @@ def load_problem(arguments: argparse.Namespace, file: ProfileFile | None = None)
         num_microbatches=arguments.microbatches,
         objective=arguments.objective,
         transport=arguments.transport,
+        accumulate=arguments.accumulate,
+        kept_gradients=arguments.kept_gradients,
     )
     check_plannable(problem, where_of(arguments.profile))
     return problem.with_(caps=parse_caps(arguments.cap, problem)) if capped else problem
@@ -221,7 +249,8 @@ def _asked_placement(arguments: argparse.Namespace, file: ProfileFile) -> Placem
         from zbcompile.planner.placements import contiguous
 
         own = file.placement.num_ranks if file.placement is not None else stages
-        return contiguous(Problem.of(file.profile), ranks or own)
+        speeds = parse_speeds(getattr(arguments, "rank_speeds", None), ranks or own)
+        return contiguous(Problem.of(file.profile), ranks or own, speeds)
     if text is None:
         return None
     placement = parse_placement(text, stages)
@@ -233,7 +262,7 @@ def _asked_placement(arguments: argparse.Namespace, file: ProfileFile) -> Placem
 def load_scheduled(arguments: argparse.Namespace, text: str | None = None) -> ScheduleFile:
     """Return the schedule that a command was given, under the costs and limits given.
 
-    With ``--profile``, ``--cap`` or ``--transport`` the file's certificate is dropped: it is about another
+    With ``--profile`` or an option of `_CHANGED` the file's certificate is dropped: it is about another
     problem.
 
     Parameters
@@ -255,17 +284,22 @@ def load_scheduled(arguments: argparse.Namespace, text: str | None = None) -> Sc
     if arguments.profile is not None:
         file = _attached(file, load_profile(arguments.profile))
     if file.problem is None:
-        for option in ("cap", "transport"):
+        for option in _CHANGED:
             if getattr(arguments, option) is not None:
-                raise UsageError(f"--{option} needs costs", fix="give --profile PROFILE.json")
+                name = option.replace("_", "-")
+                raise UsageError(f"--{name} needs costs", fix="give --profile PROFILE.json")
         return file
-    if arguments.cap is None and arguments.transport is None:
+    if all(getattr(arguments, option) is None for option in _CHANGED):
         return file
     problem = file.problem
+    if arguments.kept_gradients is not None:  # before the cap, which may be a part of what is held
+        problem = problem.with_(kept_gradients=arguments.kept_gradients)
     if arguments.cap is not None:
         problem = problem.with_(caps=parse_caps(arguments.cap, problem))
     if arguments.transport is not None:
         problem = problem.with_(transport=arguments.transport)
+    if arguments.accumulate is not None:
+        problem = problem.with_(accumulate=arguments.accumulate)
     return replace(file, problem=problem, certificate=None)
 
 

@@ -14,7 +14,7 @@ from zbcompile.formats.files import Output
 from zbcompile.formats.streams import say, write_output
 from zbcompile.schedule.ir import MAX_COUNT
 from zbcompile.schedule.limits import MOST_SEED
-from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS
+from zbcompile.schedule.problem import ACCUMULATE, OBJECTIVES, TRANSPORTS
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -45,6 +45,8 @@ _CAP_HELP = (
     "memory per rank: 4GiB, 512MiB, 8e9, or 1.5p (times what p microbatches hold on the rank, plus its "
     "static bytes; 1F1B needs 1p): one cap for all; a comma list gives each rank its own, 'none' no limit"
 )
+_ACCUMULATE_HELP = "sum gradients of weights in microbatch order, or as they come, so that none waits"
+_KEPT_HELP = "count gradients of earlier steps that are still held when a step begins"
 _PLACEMENT_HELP = (
     "linear, looped[:K], v[:K] (K stages per rank), the rank of every stage as 0,1,1,0, or auto: the best of "
     "those that fit --ranks"
@@ -62,6 +64,8 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--objective", choices=OBJECTIVES, help="what to make short (span)")
     parser.add_argument("--transport", choices=TRANSPORTS, help="how sends behave (async)")
+    parser.add_argument("--accumulate", choices=ACCUMULATE, help=_ACCUMULATE_HELP + " (order)")
+    parser.add_argument("--kept-gradients", action=argparse.BooleanOptionalAction, help=_KEPT_HELP + " (no)")
 
 
 def add_search_options(parser: argparse.ArgumentParser, time_limit_s: float, time_limit_help: str) -> None:
@@ -82,6 +86,8 @@ def add_schedule_input(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cap", type=words, metavar="BYTES", help=_CAP_HELP)
     parser.add_argument("--transport", choices=TRANSPORTS, help="how sends behave")
+    parser.add_argument("--accumulate", choices=ACCUMULATE, help=_ACCUMULATE_HELP)
+    parser.add_argument("--kept-gradients", action=argparse.BooleanOptionalAction, help=_KEPT_HELP)
 
 
 def add_output(parser: argparse.ArgumentParser, what: str) -> None:

@@ -16,6 +16,7 @@ from zbcompile.compiler.call import Batch, constant_values, name_of
 from zbcompile.compiler.evaluation import Evaluation
 from zbcompile.compiler.form_table import FormTable
 from zbcompile.compiler.forms import TrainingForm
+from zbcompile.compiler.kept_gradients import KeptGradients
 from zbcompile.compiler.load import join_metrics, join_results, losses_of, make_reader
 from zbcompile.compiler.lower import LoweredPlan
 from zbcompile.compiler.model_guard import ModeGuard, ModelGuard
@@ -86,6 +87,7 @@ class CompiledPipeline:
         state = self.reader.read()
         self.stages = [Stage(s.index, s, state, self.trained) for s in self.staged.stages]
         self.guard, self.mode = ModelGuard(options.model, options.loss_fn), ModeGuard()
+        self._kept_gradients = KeptGradients()
         self.step_number = 0
         self._evaluations: dict[str, Evaluation] = {}
         self._attach(group)
@@ -155,6 +157,7 @@ class CompiledPipeline:
                 state = self.follow_model()
                 self.reader.check(state)
                 self._check_weights(state)
+                self._kept_gradients.check(self.plan, self.spec, self.runner.rank, state)
                 self._check_read_buffers(self.staged.captured.read_buffers)
             with self._kept.keep(state):
                 with torch_private.no_autocast():

@@ -16,18 +16,14 @@ from torch import Tensor, nn
 
 from zbcompile.compiler.batch_dimension import check_batch_dimension
 from zbcompile.compiler.call_form import CallForm
+from zbcompile.compiler.cut_choice import CutChoice, cut_choice
 from zbcompile.compiler.free_model import free_others, without_tensors
 from zbcompile.compiler.load import make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan, lower
 from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.compiler.peers import refuse_peers, require_one_plan
 from zbcompile.compiler.plan_cache import PlanCache
-from zbcompile.compiler.planning import (
-    gradient_bytes,
-    keep_order_of_changes,
-    plan_for_all,
-    warn_of_held_gradients,
-)
+from zbcompile.compiler.planning import keep_order_of_changes, plan_for_all
 from zbcompile.compiler.runs import Shapes
 from zbcompile.compiler.signature import Value
 from zbcompile.compiler.stages import build_stages
@@ -97,6 +93,7 @@ class TrainingForm:
             frozenset(s.index for s in stages if draws_random_numbers(s.graphs.forward)),
             plan.comm.one_communicator,
             self._options.gradient_dtype,
+            accumulate=plan.problem.accumulate,
         )
         starts = planned_starts(plan.comm, plan.problem)
         self.runner = make_runner(group, self.spec, self.programs, starts)
@@ -153,6 +150,7 @@ def first_form(
         before_calls=lambda staged: require_one_plan(staged, group, planners),
         rank_each=alone,
         observer=observer,
+        choose=cut_choice(options, num_ranks, call.num_microbatches, observer),
     )
     if options.verify is not False and cheap_to_verify(options.model):
         check_batch_dimension(options.model, call.signature, batch, call.num_microbatches, options.joined_dim)
@@ -202,6 +200,7 @@ def further_form(
         solution=None,
         placement=first.plan.schedule.placement,
         num_microbatches=None,
+        rank_speeds=(),  # the first form's costs are those of its ranks
         time_limit_s=min(options.time_limit_s, _AT_ONCE_S),
     )
     cache = PlanCache(quick, first.plan.schedule.num_ranks, call)
@@ -248,6 +247,7 @@ def _stages(
     before_calls: Callable[[StagedModel], None] | None = None,
     rank_each: bool = False,
     observer: Observer = quiet,
+    choose: CutChoice | None = None,
 ) -> StagedModel:
     """Capture, cut and split the model; with ``rank_each`` every stage has a rank of its own."""
     one = call.example
@@ -271,6 +271,7 @@ def _stages(
         before_calls=before_calls,
         skip=options.skip,
         observer=observer,
+        choose=choose,
     )
 
 
@@ -292,8 +293,7 @@ def _planned(
         one_communicator=options.one_communicator,
         observer=observer,
     )
-    warn_of_held_gradients(plan.solution, staged)
-    programs = plan.programs(observer, gradient_bytes(staged))
+    programs = plan.programs(observer)
     if group is not None:
         group.agree({"programs": "\n".join(programs)})
     if planners is None or planners.rank == 0:

@@ -6,7 +6,6 @@ the order in a file is the order that is compiled. No torch is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbcompile.compiler.observe import Observer, quiet
@@ -55,11 +54,9 @@ class LoweredPlan:
         """How good the order that runs is, and why."""
         return self.solution.certificate
 
-    def programs(
-        self, observer: Observer = quiet, gradient_bytes: Sequence[int] | None = None
-    ) -> tuple[str, ...]:
+    def programs(self, observer: Observer = quiet) -> tuple[str, ...]:
         """Return the program of every rank (`codegen`)."""
-        return codegen(self.comm, self.problem, self.certificate, observer, gradient_bytes)
+        return codegen(self.comm, self.problem, self.certificate, observer)
 
 
 def lower(
@@ -127,9 +124,8 @@ def codegen(
     problem: Problem,
     certificate: Certificate | None = None,
     observer: Observer = quiet,
-    gradient_bytes: Sequence[int] | None = None,
 ) -> tuple[str, ...]:
     """Return the program of every rank, as text."""
-    texts = emit(comm.schedule, problem, certificate, comm.send_slots, gradient_bytes)
+    texts = emit(comm.schedule, problem, certificate, comm.send_slots)
     observer("codegen", texts)
     return texts

@@ -85,6 +85,8 @@ class PlanCache:
             options.memory_limit,
             options.objective,
             options.transport,
+            accumulate=options.accumulate,
+            kept_gradients=options.kept_gradients,
         )
         sizes = (made.num_stages, made.num_ranks)
         value_ns = checked_times(solution.schedule, made).value_ns

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from dataclasses import replace
 
 import torch
@@ -23,20 +22,12 @@ from zbcompile.runtime.gradients import sum_dtype, tied_holders
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
-from zbcompile.schedule.held_gradients import held_bytes
 from zbcompile.schedule.ir import Kind, Placement, Schedule
-from zbcompile.schedule.memory import memory_peaks
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
+from zbcompile.schedule.speeds import on_ranks, relative
 
-__all__ = [
-    "gradient_bytes",
-    "keep_order_of_changes",
-    "plan_for_all",
-    "profile_and_plan",
-    "solve",
-    "warn_of_held_gradients",
-]
+__all__ = ["keep_order_of_changes", "plan_for_all", "profile_and_plan", "solve"]
 
 
 def plan_for_all(
@@ -112,6 +103,8 @@ def profile_and_plan(
 ) -> Solution:
     """Return the order that was given, rated, or the best one that the time allows."""
     profile = _profile(options, call, staged, observer)
+    if options.solution is not None:
+        options = replace(options, solution=_with_gradients_counted(options.solution, options, staged))
     solution = solve(options, profile, num_ranks, call.num_microbatches)
     observer("plan", solution)
     _check_variants(solution)
@@ -132,7 +125,11 @@ def solve(options: CompileOptions, profile: Profile, num_ranks: int, num_microba
         options.memory_limit,
         options.objective,
         options.transport,
+        accumulate=options.accumulate,
+        kept_gradients=options.kept_gradients,
     )
+    speeds = options.rank_speeds if options.profile is not None else relative(options.rank_speeds)
+    problem = problem.with_(profile=on_ranks(profile, problem.placement, speeds if placement else ()))
     if given is not None:
         if options.solution is not None and options.solution.problem == problem:
             return options.solution
@@ -144,7 +141,8 @@ def solve(options: CompileOptions, profile: Profile, num_ranks: int, num_microba
 
     try:
         if placement is None:
-            return plan_auto(problem, time_limit_s=options.time_limit_s, seed=options.seed).solution
+            found = plan_auto(problem, time_limit_s=options.time_limit_s, seed=options.seed, speeds=speeds)
+            return found.solution
         return plan(problem, time_limit_s=options.time_limit_s, seed=options.seed)
     except InfeasibleError as error:
         raise _less_memory(error, options) from error
@@ -186,27 +184,25 @@ def keep_order_of_changes(schedule: Schedule, staged: StagedModel) -> None:
             )
 
 
-def gradient_bytes(staged: StagedModel) -> tuple[int, ...]:
-    """Return per stage the bytes of one gradient for each of its trainable parameters."""
-    state = staged.captured.state
-    return tuple(sum(state[name].nbytes for name in stage.trainable) for stage in staged.stages)
+def _with_gradients_counted(solution: Solution, options: CompileOptions, staged: StagedModel) -> Solution:
+    """Return a plan whose profile counts gradients that wait: its bound holds, no order gets shorter."""
+    profile = _counting_gradients(solution.problem.profile, options, staged)
+    offered = solution.offered and _counting_gradients(solution.offered, options, staged)
+    return replace(solution, problem=solution.problem.with_(profile=profile), offered=offered)
 
 
-def warn_of_held_gradients(solution: Solution, staged: StagedModel) -> None:
-    """Warn where the gradients that the order holds beyond its plan exceed a rank's cap."""
-    schedule, problem = solution.schedule, solution.problem
-    held, peaks = held_bytes(schedule, gradient_bytes(staged)), memory_peaks(schedule, problem)
-    over = [
-        f"rank {rank} holds {peak} + {more} bytes, its limit is {cap}"
-        for rank, (peak, more, cap) in enumerate(zip(peaks, held, problem.caps, strict=True))
-        if cap is not None and more and peak + more > cap
-    ]
-    if over:
-        warnings.warn(
-            "gradients of weights that wait for their turn in the sum are held beyond the plan, "
-            f"and beyond memory_limit: {'; '.join(over[:4])}",
-            stacklevel=2,
-        )
+def _counting_gradients(profile: Profile, options: CompileOptions, staged: StagedModel) -> Profile:
+    """Return the profile with the gradients of the stages' weights, where it leaves them out.
+
+    A number that it states is kept. Where it states none, an order could hold gradients that wait for their
+    turn in the sum, and no cap would count them.
+    """
+    state, stages = staged.captured.state, []
+    for stage, cost in zip(staged.stages, profile.stages, strict=True):
+        own = [state[name] for name in stage.trainable]
+        size = sum(t.numel() * sum_dtype(t, options.gradient_dtype).itemsize for t in own)
+        stages.append(replace(cost, gradient_bytes=cost.gradient_bytes or size))
+    return replace(profile, stages=tuple(stages))
 
 
 def _profile(
@@ -222,7 +218,7 @@ def _profile(
     ``together``: other processes measure the same stages at the same time, and wait for this one in them.
     """
     if isinstance(options.profile, Profile):
-        return _with_edges_of(options.profile, staged)
+        return _counting_gradients(_with_edges_of(options.profile, staged), options, staged)
     if isinstance(options.profile, Device):
         profile = _with_wide_gradients(counted_profile(staged.stages, options.profile), options, staged)
         observer("counted", profile)
@@ -248,7 +244,8 @@ def _with_wide_gradients(profile: Profile, options: CompileOptions, staged: Stag
     for stage, cost in zip(staged.stages, profile.stages, strict=True):
         own = [state[name] for name in stage.trainable]
         wider = sum(t.numel() * (sum_dtype(t, options.gradient_dtype).itemsize - t.itemsize) for t in own)
-        stages.append(replace(cost, static_bytes=cost.static_bytes + wider))
+        static, gradients = cost.static_bytes + wider, cost.gradient_bytes + wider
+        stages.append(replace(cost, static_bytes=static, gradient_bytes=gradients))
     return replace(profile, stages=tuple(stages))
 
 

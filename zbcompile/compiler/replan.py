@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.lower import LoweredPlan, lower
 from zbcompile.compiler.peers import refuse_peers
-from zbcompile.compiler.planning import gradient_bytes, keep_order_of_changes
+from zbcompile.compiler.planning import keep_order_of_changes
 from zbcompile.compiler.remeasure import profile_of
 from zbcompile.errors import UsageError
 from zbcompile.formats import schedule_json
@@ -101,7 +101,7 @@ def replan(compiled: CompiledPipeline, threshold: float, time_limit_s: float) ->
             one = compiled.options.one_communicator
             found = lower(solution, merge=True, one_communicator=one)
             result = weighed(compiled.plan, found, threshold)
-            programs = found.programs(gradient_bytes=gradient_bytes(compiled.staged))
+            programs = found.programs()
             if group is not None:
                 group.agree({"new programs": "\n".join(programs), "use of them": str(result)})
         if result.changed:

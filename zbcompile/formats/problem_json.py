@@ -17,12 +17,14 @@ from zbcompile.formats.shapes import AMOUNT, TEXT, Flag, ListOf, OneOrEach, Sche
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import MAX_COUNT, PLACEMENTS, Placement
 from zbcompile.schedule.limits import check_amounts
-from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS
+from zbcompile.schedule.problem import ACCUMULATE, OBJECTIVES, TRANSPORTS
 
 __all__ = [
+    "ACCUMULATION",
     "CAPS",
     "COUNT",
     "EDGE",
+    "KEPT_GRADIENTS",
     "LINK",
     "MAX_STAGES",
     "OBJECTIVE",
@@ -83,6 +85,13 @@ _WAY = (
     Field("saved_bytes", AMOUNT, "held from the start of F until B ends"),
     Field("saved_for_weight_bytes", AMOUNT, "held from the end of B until W ends"),
     Field("static_bytes", AMOUNT, "parameters, gradients, optimizer state; counted in the cap", default=0),
+    Field(
+        "gradient_bytes",
+        AMOUNT,
+        "one gradient for each parameter, which may wait for its turn in the sum; left out: not counted",
+        default=0,
+        brief=True,
+    ),
 )
 VARIANT = Record(StageCost, _WAY, "another way to run the stage, for instance with recompute", name="variant")
 STAGE = Record(
@@ -214,6 +223,21 @@ TRANSPORT = Field(
     Word("transport", TRANSPORTS),
     f"the send mode; left out: {TRANSPORTS[0]}",
     default=None,
+    brief=True,
+)
+
+ACCUMULATION = Field(
+    "accumulate",
+    Word("accumulate", ACCUMULATE),
+    "how gradients are summed: in the order of the microbatches, or as they come, which takes less memory",
+    default=ACCUMULATE[0],
+    brief=True,
+)
+KEPT_GRADIENTS = Field(
+    "kept_gradients",
+    Flag(),
+    "whether gradients of earlier steps are still held when a step begins; they count in the cap",
+    default=False,
     brief=True,
 )
 

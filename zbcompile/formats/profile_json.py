@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from zbcompile.formats.fields import at, guarded
 from zbcompile.formats.problem_json import (
+    ACCUMULATION,
     CAPS,
     COUNT,
+    KEPT_GRADIENTS,
     OBJECTIVE,
     PROFILE,
     TRANSPORT,
@@ -19,7 +21,7 @@ from zbcompile.formats.problem_json import (
 from zbcompile.formats.records import Document, Field, Part, Record
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.ir import Placement
-from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS, Problem
+from zbcompile.schedule.problem import ACCUMULATE, OBJECTIVES, TRANSPORTS, Problem
 
 __all__ = ["FILE", "ProfileFile", "dumps", "loads"]
 
@@ -40,6 +42,8 @@ class ProfileFile:
     caps: tuple[int | None, ...] = ()
     objective: str | None = None
     transport: str | None = None
+    accumulate: str = ACCUMULATE[0]
+    kept_gradients: bool = False
 
     def problem(
         self,
@@ -49,6 +53,8 @@ class ProfileFile:
         caps: Sequence[int | None] = (),
         objective: str | None = None,
         transport: str | None = None,
+        accumulate: str | None = None,
+        kept_gradients: bool | None = None,
     ) -> Problem:
         """Return the problem that the file and the arguments state; arguments win.
 
@@ -71,6 +77,8 @@ class ProfileFile:
             limits,
             objective or self.objective or OBJECTIVES[0],
             transport or self.transport or TRANSPORTS[0],
+            accumulate=accumulate or self.accumulate,
+            kept_gradients=self.kept_gradients if kept_gradients is None else kept_gradients,
         )
 
 
@@ -101,6 +109,8 @@ FILE = Document(
             CAPS,
             OBJECTIVE,
             TRANSPORT,
+            ACCUMULATION,
+            KEPT_GRADIENTS,
             Part("profile", PROFILE),
         ),
         "What stages and links cost, in nanoseconds and bytes, and perhaps the rest of a planning problem.",

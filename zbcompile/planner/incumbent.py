@@ -11,6 +11,7 @@ from typing import Protocol
 from zbcompile.errors import NoOrderError
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.compiled import SearchClock
+from zbcompile.planner.core.early_weights import fitted, with_fewest_waits
 from zbcompile.planner.core.instance import Codes, Fusing, Instance, shaped, to_schedule
 from zbcompile.planner.core.score import fits, value_of
 from zbcompile.planner.core.scorer import Score
@@ -22,6 +23,10 @@ from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Certificate, Solution
 
 __all__ = ["Growable", "Incumbent", "Order", "PlanState", "Progress", "extended"]
+
+
+SUM_ORDER = "sum_order"
+"""In lineages: W's were moved so that gradients come in the order of their sum."""
 
 
 class PlanState(enum.Enum):
@@ -79,7 +84,8 @@ class Order:
     lineage
         The parts of the portfolio that made it, the first from nothing, the others from the one before. An
         entry is a part's name, and a remark after a blank where the part makes several kinds of orders
-        (``classic ZB-H1``). ``fused`` or ``split`` at the end: the choice of fusing gave it another shape.
+        (``classic ZB-H1``). ``fused`` or ``split`` at the end: the choice of fusing gave it another shape;
+        ``sum_order``: W's were moved so that gradients come in the order of their sum.
     score
         Value in ns and tie-breaking score, where `zbcompile.planner.core.scorer` gave them: such orders join
         the pool of orders to improve.
@@ -190,16 +196,18 @@ class Incumbent:
         bool
             Whether it was taken.
         """
-        codes = shaped(order.codes, self.fusing)
-        if not fits(self.instance, codes):
+        given = shaped(order.codes, self.fusing)
+        codes = fitted(self.instance, given)
+        if codes is None:
             return False
         scored = order.score if codes is order.codes and not self.problem.sends.holds_rank else None
         value = self.measure(codes) if scored is None else scored[0]
         if value is None:
             return False
         if codes != order.codes:
-            name = "split" if self.fusing is Fusing.NEVER else "fused"
-            order = replace(order, codes=codes, lineage=(*order.lineage, name), score=None, folded=None)
+            names = ["split" if self.fusing is Fusing.NEVER else "fused"] if given != order.codes else []
+            names += [SUM_ORDER] if codes != given else []
+            order = replace(order, codes=codes, lineage=(*order.lineage, *names), score=None, folded=None)
         if all(value != other for other, _ in self.known):
             self.known = sorted([*self.known, (value, order)], key=lambda entry: entry[0])[:12]
         if order.settles_tie and value == self.value and codes != self.codes:
@@ -237,12 +245,23 @@ class Incumbent:
             )
         return to_schedule(self.codes, self.problem)
 
+    def _keep_sum_order(self) -> None:
+        """Change the best order where that lets fewer gradients wait and costs nothing."""
+        if self.order is None:
+            return
+        codes = with_fewest_waits(self.instance, self.order.codes, self.measure)
+        if codes != self.order.codes and fits(self.instance, codes):
+            lineage = extended(self.order.lineage, SUM_ORDER)
+            self.order, self.value = replace(self.order, codes=codes, lineage=lineage), self.measure(codes)
+
     def solution(self) -> Solution:
         """Have the best order judged by `check`, and certify it.
 
-        Its value was measured by the fast clocks, which equal `zbcompile.schedule.simulate` by test. Raises
-        `NoOrderError` if there is no order.
+        Its value was measured by the fast clocks, which equal `zbcompile.schedule.simulate` by test. Where it
+        is free, gradients of weights come in the order of their sum. Raises `NoOrderError` if there is no
+        order.
         """
+        self._keep_sum_order()
         schedule, value, bound = self.schedule(), self.value, self.bound
         assert value is not None
         check(schedule, self.problem)

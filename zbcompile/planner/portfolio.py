@@ -12,7 +12,7 @@ from zbcompile.errors import UsageError
 from zbcompile.planner.bounds.blocking_send import blocking_send_bound
 from zbcompile.planner.exact.proofs import EXACT_ACTIONS, Crossing, Exact, FromBelow, QuickCrossing
 from zbcompile.planner.improve.fuse import RuleOfThumb, SplitOrFuse
-from zbcompile.planner.improve.halving import Anneal, Fold, Shortlist
+from zbcompile.planner.improve.halving import Anneal, AnnealOn, Fold, Shortlist
 from zbcompile.planner.improve.redispatch import Redispatch
 from zbcompile.planner.parts import AnalyticBound, Part
 from zbcompile.planner.starts.coarse import Coarse
@@ -36,7 +36,7 @@ _SHORT = (
     KindRanking(),
     Shortlist(),
     Redispatch(),
-    Fold(last=9),
+    Fold(rounds=3),
     OffsetKeyOrders(always=True),
     Fold(),
     Anneal(),
@@ -46,13 +46,13 @@ PORTFOLIO: tuple[Part, ...] = (
     AnalyticBound("blocking_send", blocking_send_bound, where=lambda run: run.problem.sends.travel_is_work),
     Classic(),
     OneAtATime(),
+    RuleOfThumb(),
     RoundOrders(),
     ListSchedules(),
     Coarse(_COARSE),
-    OtherMode(lambda: PORTFOLIO),
-    RuleOfThumb(),
-    SplitOrFuse(),
     Exact("quick_exact", actions=EXACT_ACTIONS // 2, limit=0.25, early=True),
+    OtherMode(lambda: PORTFOLIO),
+    SplitOrFuse(),
     Short(_SHORT),
     VList(),
     KindRanking(),
@@ -66,6 +66,7 @@ PORTFOLIO: tuple[Part, ...] = (
     Crossing(),
     SplitOrFuse("split_or_fuse_again", whole=False),
     Exact(),
+    AnnealOn(EXACT_ACTIONS),
 )
 """All parts. The bounds in `zbcompile.planner.bounds.analytic` are known before the first one runs."""
 

@@ -22,6 +22,9 @@ _HOLDING_TRIES = 12
 HOPELESS = 1.05
 """Orders longer than the best by this factor are not improved, but three are always."""
 
+_WIDE = 12
+"""Times as many orders are worth improving under little memory (`Run.is_tight`)."""
+
 
 def actions_of(instance: Instance) -> int:
     """Return the number of F's, B's and W's of a step."""
@@ -63,7 +66,7 @@ class Effort:
         """Return counts that shrink with the number of actions, so that the seconds stay in bounds."""
         actions = max(1, 3 * problem.num_stages * problem.num_microbatches)
         scale = min(1.0, 1200 / actions)
-        holding = problem.sends.holds_rank
+        holding, several = problem.sends.holds_rank, problem.num_stages > problem.num_ranks
         lists = _HOLDING_TRIES if holding else max(60, min(300, 150_000 // actions))
         return Effort(
             0 if holding else max(60, min(2000, 3_000_000 // actions)) * level,
@@ -73,7 +76,7 @@ class Effort:
             max(60, int(800 * scale * min(3, level))),
             max(500, int(8_000 * scale * level)),
             12 if actions < 6000 else 5,
-            max(200, min(1500, 400_000 // actions)) * level,
+            max(200, min(1500, 400_000 // actions)) * level * (4 if holding and several else 1),
         )
 
     @staticmethod
@@ -292,11 +295,32 @@ class Run:
             self._pool = orders
             self.pool_changes += 1
 
-    def promising(self) -> list[Order]:
-        """Return the orders of the pool that are worth improving: as many as the effort allows."""
-        best = self.pool[: self.effort.orders]
-        most = HOPELESS * best[0].score[0] if best and best[0].score else 0
-        return [o for k, o in enumerate(best) if k < 3 or (o.score is not None and o.score[0] <= most)]
+    @property
+    def is_tight(self) -> bool:
+        """Whether ranks have several stages and each less memory than V-Half takes.
+
+        Every microbatch then costs time, no bound is close, and the value of an order says little about what
+        annealing makes of it. V-Half takes p / 2 + 1 microbatches of all stages of a rank.
+        """
+        instance = self.instance
+        saved = [sum(instance.saved[s] for s in stages) for stages in instance.stages_of]
+        half = min(instance.num_ranks // 2 + 1, instance.num_microbatches)
+        return self.several and all(
+            room < half * size for room, size in zip(instance.headroom, saved, strict=True)
+        )
+
+    def promising(self, *, wide: bool = False) -> list[Order]:
+        """Return the orders of the pool that are worth improving: as many as the effort allows.
+
+        ``wide``: under little memory many more, and longer ones the further the best is from the bound.
+        """
+        count, most = self.effort.orders, HOPELESS
+        best = self.pool[:1]
+        if wide and self.is_tight and best and best[0].score is not None:
+            count, most = _WIDE * count, most + 3 * max(0.0, best[0].score[0] / self.bound.value_ns - 1)
+        best = self.pool[:count]
+        longest = most * best[0].score[0] if best and best[0].score else 0
+        return [o for k, o in enumerate(best) if k < 3 or (o.score is not None and o.score[0] <= longest)]
 
     def join(self, found: Iterable[Order]) -> None:
         """Let orders with a score join the pool."""

@@ -25,7 +25,7 @@ from zbcompile.schedule.memory import uses_of
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Certificate, Solution
 
-__all__ = ["cheapest", "fixed", "joint_bound", "offers_variants", "plan_variants"]
+__all__ = ["Relay", "bound_of", "cheapest", "fixed", "joint_bound", "offers_variants", "plan_variants"]
 
 Assignment = tuple[int, ...]
 """The variant of every stage, 0 for the stage as it is."""
@@ -64,8 +64,7 @@ def cheapest(stage: StageCost) -> StageCost:
     `zbcompile.planner.certify.certificate` computes the same from a witness, in code of its own: a fault here
     must not vouch for itself there.
     """
-    least = StageCost.combined((stage, *stage.variants), min)
-    return replace(least, static_bytes=stage.static_bytes)
+    return StageCost.combined((stage, *stage.variants), min).of_stage(stage)
 
 
 def bound_of(problem: Problem) -> Bound:
@@ -129,7 +128,7 @@ def _rank_bound(problem: Problem, rank: int, known: dict[tuple[StageCost, ...], 
 def _level(stage: StageCost, level: int) -> StageCost:
     """Return a stage as one of its variants (0: as it is)."""
     chosen = stage if level == 0 else stage.variants[level - 1]
-    return replace(chosen, variants=(), static_bytes=stage.static_bytes)
+    return chosen.of_stage(stage)
 
 
 def _numbers(way: StageCost) -> list[int]:
@@ -222,7 +221,7 @@ class _Ranking:
         return [assignment for value, assignment in known[:_FINALISTS] if value <= 1.02 * known[0][0]]
 
 
-class _Relay:
+class Relay:
     """Progress over all assignments: the best value of any, the joint bound; knows of an interrupt."""
 
     def __init__(self, observer: Callable[[Progress], None] | None, time_limit_s: float) -> None:
@@ -278,7 +277,7 @@ def plan_variants(
     InfeasibleError
         No assignment fits under the caps.
     """
-    relay = _Relay(observer, time_limit_s)
+    relay = Relay(observer, time_limit_s)
     bound = joint_bound(problem)
     relay.bound = bound.value_ns
     finalists = _rank(problem, quick, bound, relay, fusing)
@@ -298,7 +297,7 @@ def _rank(
     problem: Problem,
     quick: Callable[[Problem], int | None],
     bound: Bound,
-    relay: _Relay,
+    relay: Relay,
     fusing: bool,
 ) -> list[Assignment]:
     """Return the best few assignments by quick plans, in two fifths of the time."""
@@ -339,7 +338,7 @@ def _certified(solution: Solution, assignment: Assignment, bound: Bound, offered
     certificate = Certificate(
         solution.certificate.objective,
         value,
-        min(bound.value_ns, value),
+        bound.value_ns,
         bound.method,
         bound.witness,
         solution.certificate.lineage,

@@ -1,7 +1,9 @@
-"""Gradients of a step: summed in microbatch order, whatever the order of the W actions was.
+"""Gradients of a step: summed in microbatch order, whatever the order of the W actions was, or as they come.
 
-A gradient whose predecessors have not come yet is held until they have; orders with W in microbatch order
-hold nothing. So the sums have the bits of a loop over the microbatches that calls ``backward()`` for each.
+In microbatch order a gradient whose predecessors have not come yet is held until they have; orders with W in
+microbatch order hold nothing. So the sums have the bits of a loop over the microbatches that calls
+``backward()`` for each. As they come, no gradient is held beside the sum, and the order that runs decides the
+bits.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from zbcompile.errors import ShapeError
 from zbcompile.runtime.torch_private import accumulate_hooks
+from zbcompile.schedule.problem import Accumulate
 
 __all__ = ["GradientSums", "divided", "hand_over", "parameters_of", "run_hooks", "sum_dtype", "tied_holders"]
 
@@ -24,6 +27,8 @@ class GradientSums:
     ----------
     dtype
         What gradients of narrower parameters are summed in; None: their own dtype.
+    accumulate
+        ``order``: in microbatch order; ``memory``: as they come.
 
     Attributes
     ----------
@@ -31,8 +36,8 @@ class GradientSums:
         Stage -> parameter name -> sum of the gradients so far.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype | None = None, accumulate: Accumulate = "order") -> None:
+        self._dtype, self._in_order = dtype, accumulate == "order"
         self.totals: dict[int, dict[str, Tensor]] = {}
         self._next: dict[int, int] = {}
         self._early: dict[int, dict[int, dict[str, Tensor]]] = {}
@@ -43,6 +48,9 @@ class GradientSums:
 
     def add(self, stage: int, microbatch: int, grads: dict[str, Tensor]) -> None:
         """Take over the gradients of one (stage, microbatch); each must have storage of its own."""
+        if not self._in_order:
+            self._add_now(stage, grads)
+            return
         expected = self._next.get(stage, 0)
         if microbatch != expected:
             self._early.setdefault(stage, {})[microbatch] = grads

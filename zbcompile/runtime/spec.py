@@ -12,6 +12,7 @@ from zbcompile.runtime.gradients import GradientSums, tied_holders
 from zbcompile.runtime.wire_format import WireFormat
 from zbcompile.runtime.wiring import RunnableStage, Wiring
 from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.problem import Accumulate
 
 __all__ = ["PipelineSpec", "Step"]
 
@@ -36,6 +37,8 @@ class PipelineSpec:
         Whether the programs keep one global order of messages, for channels with a single queue.
     gradient_dtype
         What gradients of narrower parameters are summed in; None: their own dtype.
+    accumulate
+        Whether gradients are summed in microbatch ``order``, or as they come, in the least ``memory``.
     wiring
         Which tensor of which stage goes where.
     wire_formats
@@ -51,6 +54,7 @@ class PipelineSpec:
     random_stages: frozenset[int] = frozenset()
     one_communicator: bool = False
     gradient_dtype: torch.dtype | None = None
+    accumulate: Accumulate = "order"
     wiring: Wiring = field(init=False)
     wire_formats: Mapping[tuple[bool, int, int], tuple[WireFormat, ...]] = field(init=False)
     tied: Mapping[str, tuple[int, ...]] = field(init=False)

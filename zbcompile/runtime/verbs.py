@@ -78,7 +78,8 @@ class Rank:
     def begin(self, step: Step, send_slots: int | None = None) -> None:
         """Start a step with nothing held; ``send_slots`` is the program's own constant."""
         self.step = step
-        self.sums = step.sums.setdefault(self.index, GradientSums(self.spec.gradient_dtype))
+        sums = GradientSums(self.spec.gradient_dtype, self.spec.accumulate)
+        self.sums = step.sums.setdefault(self.index, sums)
         self.sums.restart()
         self.gradients: dict[str, Tensor] = {}
         self.running: tuple[Kind, int, int] | None = None

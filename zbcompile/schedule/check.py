@@ -10,6 +10,7 @@ from operator import itemgetter
 from zbcompile.errors import CheckError
 from zbcompile.schedule.communication import lowered
 from zbcompile.schedule.event_graph import EventGraph, describe_wait
+from zbcompile.schedule.held_gradients import MAKES_GRADIENTS
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.memory import memory_during
 from zbcompile.schedule.messages import Message
@@ -20,6 +21,11 @@ from zbcompile.schedule.simulate import Timeline, timeline_of
 
 __all__ = ["check", "checked_times", "faults", "is_well_formed", "judge"]
 
+_FEWER = "start fewer forwards before it, or raise the cap"
+_MORE_ROOM = (
+    "run the W's of earlier microbatches before it, sum gradients as they come "
+    '(accumulate="memory"), or raise the cap'
+)
 _SPLIT = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
@@ -282,7 +288,7 @@ def _memory(schedule: Schedule, problem: Problem) -> list[CheckError]:
                         where=f"rank {rank}, stage {action.stage}, microbatch {action.microbatch}",
                         needed=f"{held} bytes",
                         given=f"a cap of {cap} bytes",
-                        fix="start fewer forwards before it, or raise the cap",
+                        fix=_MORE_ROOM if action.kind in MAKES_GRADIENTS else _FEWER,
                     )
                 )
                 break

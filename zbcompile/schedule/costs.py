@@ -47,7 +47,12 @@ class StageCost:
         A name for people.
     variants
         Other ways to run this stage (for instance with recompute), to choose from when memory binds. A
-        variant has no variants of its own; `Profile.choose` gives it the ``static_bytes`` of the stage.
+        variant has no variants of its own; `Profile.choose` gives it the ``static_bytes`` and
+        ``gradient_bytes`` of the stage.
+    gradient_bytes
+        One gradient for each of the stage's trainable parameters, in bytes: what each microbatch whose
+        gradients wait for their turn in the sum holds beside the sum (`zbcompile.schedule.held_gradients`).
+        The sum itself is part of ``static_bytes``. 0: not known, or none.
 
     Raises
     ------
@@ -64,6 +69,7 @@ class StageCost:
     static_bytes: int = 0
     name: str = ""
     variants: tuple[StageCost, ...] = ()
+    gradient_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_amounts(self, _AMOUNTS)
@@ -98,6 +104,12 @@ class StageCost:
         stages = tuple(costs)
         costs_of: dict[str, Any] = {name: how([getattr(s, name) for s in stages]) for name in _AMOUNTS}
         return StageCost(**costs_of)
+
+    def of_stage(self, stage: StageCost) -> StageCost:
+        """Return this way to run a stage with what every way of it holds, and without variants."""
+        return replace(
+            self, variants=(), static_bytes=stage.static_bytes, gradient_bytes=stage.gradient_bytes
+        )
 
     @property
     def work_ns(self) -> int:
@@ -264,7 +276,7 @@ class Profile:
                     f"stage {index} has no variant {k}", needed=f"0 to {len(stage.variants)}", given=k
                 )
             picked = stage if k == 0 else stage.variants[k - 1]
-            chosen.append(replace(picked, variants=(), static_bytes=stage.static_bytes))
+            chosen.append(picked.of_stage(stage))
         return replace(self, stages=tuple(chosen))
 
 

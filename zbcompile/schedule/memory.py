@@ -5,8 +5,12 @@
     W    gives back M_W when it ends
     BW   gives back M_B when it ends
 
-M_B is `StageCost.saved_bytes`, M_W is `StageCost.saved_for_weight_bytes`. A rank's static bytes are held all
-the time (`Problem.static_bytes`). Sends and receives hold nothing of their own.
+    W and BW also take one set of gradients when they end if it has to wait for its turn in the sum, and give
+    back those sets of their stage that wait no longer (`zbcompile.schedule.held_gradients`)
+
+M_B is `StageCost.saved_bytes`, M_W is `StageCost.saved_for_weight_bytes`, a set of gradients is
+`StageCost.gradient_bytes`. A rank's static bytes are held all the time (`Problem.static_bytes`). Sends and
+receives hold nothing of their own.
 
 The clock, the judge, the kernels' tables, the dispatch and the makers of orders ask this file. Bounds
 (`zbcompile.planner.bounds`), the solver's models (`zbcompile.planner.exact`) and the second derivation
@@ -16,12 +20,13 @@ The clock, the judge, the kernels' tables, the dispatch and the makers of orders
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.held_gradients import MAKES_GRADIENTS, SumInOrder, set_bytes
 from zbcompile.schedule.ir import Kind, Schedule
 from zbcompile.schedule.problem import Problem
 
@@ -128,7 +133,10 @@ class Memory:
     uses
         What the actions of every stage take and give back.
     change, peak
-        `Use.change` and `Use.peak`: ``change[kind][stage]``, with the kinds F, B, W, BW numbered from 0.
+        `Use.change` and `Use.peak`: ``change[kind][stage]``, with the kinds F, B, W, BW numbered from 0,
+        without gradients that wait.
+    set_bytes
+        Bytes of one set of gradients that waits for its turn in the sum, per stage; 0 where none waits.
     """
 
     saved: tuple[int, ...]
@@ -136,16 +144,22 @@ class Memory:
     uses: tuple[Uses, ...]
     change: tuple[tuple[int, ...], ...]
     peak: tuple[tuple[int, ...], ...]
+    set_bytes: tuple[int, ...]
 
     @staticmethod
     def of(problem: Problem) -> Memory:
         """Collect the tables of a problem, once per profile."""
-        return _memory_of(problem.profile)
+        sets = tuple(set_bytes(problem, stage) for stage in range(problem.num_stages))
+        return _memory_of(problem.profile, sets)
 
     @staticmethod
     def of_bytes(saved: Sequence[int], pending: Sequence[int]) -> Memory:
-        """Collect the tables of stages with other bytes than a problem's, as bounds assume them."""
-        return Memory._of(tuple(saved), tuple(pending), tuple(map(Uses.of_bytes, saved, pending)))
+        """Collect the tables of stages with other bytes than a problem's, as bounds assume them.
+
+        No gradients wait: a bound that leaves their bytes out holds for orders that have to count them.
+        """
+        uses = tuple(map(Uses.of_bytes, saved, pending))
+        return Memory._of(tuple(saved), tuple(pending), uses, (0,) * len(uses))
 
     def relaxed(self) -> Memory:
         """Return bytes under which B directly followed by W holds no more than BW, and no order holds more.
@@ -154,8 +168,19 @@ class Memory:
         """
         return Memory.of_bytes(self.saved, tuple(map(min, self.saved, self.pending)))
 
+    def without_sets(self) -> Memory:
+        """Return the rule without gradients that wait for their turn in the sum."""
+        return replace(self, set_bytes=(0,) * len(self.set_bytes))
+
+    @property
+    def most_at_once(self) -> tuple[int, ...]:
+        """Per stage, bytes of a microbatch that no order exceeds: all that its actions take, and its set."""
+        return tuple(use.all_taken + size for use, size in zip(self.uses, self.set_bytes, strict=True))
+
     @staticmethod
-    def _of(saved: tuple[int, ...], pending: tuple[int, ...], uses: tuple[Uses, ...]) -> Memory:
+    def _of(
+        saved: tuple[int, ...], pending: tuple[int, ...], uses: tuple[Uses, ...], sets: tuple[int, ...]
+    ) -> Memory:
         kinds = tuple(zip(*uses, strict=True))
         return Memory(
             saved,
@@ -163,14 +188,15 @@ class Memory:
             uses,
             tuple(tuple(use.change for use in row) for row in kinds),
             tuple(tuple(use.peak for use in row) for row in kinds),
+            sets,
         )
 
 
 @lru_cache(maxsize=4)
-def _memory_of(profile: Profile) -> Memory:
+def _memory_of(profile: Profile, sets: tuple[int, ...]) -> Memory:
     stages = profile.stages
     saved, pending = (s.saved_bytes for s in stages), (s.saved_for_weight_bytes for s in stages)
-    return Memory._of(tuple(saved), tuple(pending), tuple(map(uses_of, stages)))
+    return Memory._of(tuple(saved), tuple(pending), tuple(map(uses_of, stages)), sets)
 
 
 _COMPUTE = tuple(kind for kind in Kind if kind.is_compute)
@@ -180,13 +206,23 @@ _NOTHING = (0, 0)
 def _along(schedule: Schedule, problem: Problem, rank: int) -> Iterator[tuple[int, int]]:
     """Yield (change, peak) of each action of a rank."""
     row, stages = schedule.order[rank], problem.profile.stages
-    of = {
-        stage: {
-            kind: (use.change, use.peak) for kind, use in zip(_COMPUTE, uses_of(stages[stage]), strict=True)
-        }
+    uses = {
+        stage: dict(zip(_COMPUTE, uses_of(stages[stage]), strict=True))
         for stage in {action.stage for action in row}
     }
-    return (of[a.stage].get(a.kind, _NOTHING) for a in row)
+    alone = {stage: {kind: (use.change, use.peak) for kind, use in of.items()} for stage, of in uses.items()}
+    sizes = {stage: size for stage in uses if (size := set_bytes(problem, stage))}
+    sums = {stage: SumInOrder() for stage in sizes}
+    held = dict.fromkeys(sums, 0)
+    for action in row:
+        stage, kind = action.stage, action.kind
+        if stage in sums and kind in MAKES_GRADIENTS:
+            sets, before = sums[stage].after(action.microbatch), held[stage]
+            held[stage], use = sets, uses[stage][kind]
+            use = use._replace(kept=use.kept + (sets - before) * sizes[stage])
+            yield use.change, use.peak
+        else:
+            yield alone[stage].get(kind, _NOTHING)
 
 
 def memory_after(schedule: Schedule, problem: Problem, rank: int) -> list[int]:

@@ -11,12 +11,17 @@ from zbcompile.schedule.costs import Edge, Profile
 from zbcompile.schedule.ir import MAX_COUNT, Placement
 from zbcompile.schedule.semantics import SEND_MODES, SendMode, send_mode
 
-__all__ = ["OBJECTIVES", "TRANSPORTS", "Objective", "Problem"]
+__all__ = ["ACCUMULATE", "OBJECTIVES", "TRANSPORTS", "Accumulate", "Objective", "Problem"]
 
 Objective = Literal["span", "makespan"]
 """What to make short: max over ranks of (last end - first start), or first start to last end of all ranks."""
 
 OBJECTIVES: tuple[Objective, ...] = ("span", "makespan")
+Accumulate = Literal["order", "memory"]
+"""How gradients of weights are summed: in the order of the microbatches, with the bits of a plain loop, or as
+they come, so that none waits."""
+
+ACCUMULATE: tuple[Accumulate, ...] = ("order", "memory")
 TRANSPORTS = tuple(mode.name for mode in SEND_MODES)
 """Names of the send modes; the first is the default."""
 
@@ -32,6 +37,8 @@ class _Changes(TypedDict, total=False):
     caps: tuple[int | None, ...]
     objective: Objective
     transport: str
+    accumulate: Accumulate
+    kept_gradients: bool
 
 
 def _chosen(name: str, given: str, choices: Sequence[Choice]) -> Choice:
@@ -60,6 +67,12 @@ class Problem:
         ranks).
     transport
         Name of the send mode (`zbcompile.schedule.semantics`): what a send does to its rank.
+    accumulate
+        How gradients of weights are summed: in the ``order`` of the microbatches, or as they come, which
+        takes the least ``memory``.
+    kept_gradients
+        Whether gradients of earlier steps are still held when a step begins: a set of each stage beside the
+        one that its static bytes count.
 
     Raises
     ------
@@ -77,6 +90,8 @@ class Problem:
     caps: tuple[int | None, ...] = ()
     objective: Objective = "span"
     transport: str = TRANSPORTS[0]
+    accumulate: Accumulate = "order"
+    kept_gradients: bool = False
 
     def __post_init__(self) -> None:
         stages, ranks = self.placement.num_stages, self.placement.num_ranks
@@ -96,6 +111,7 @@ class Problem:
             if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or cap < 0):
                 raise UsageError("a cap is a whole number of bytes", where=f"rank {rank}", given=cap)
         _chosen("objective", self.objective, OBJECTIVES)
+        _chosen("accumulate", self.accumulate, ACCUMULATE)
         send_mode(self.transport)
 
     @staticmethod
@@ -106,6 +122,8 @@ class Problem:
         cap: int | Sequence[int | None] | None = None,
         objective: str = "span",
         transport: str = TRANSPORTS[0],
+        accumulate: str = ACCUMULATE[0],
+        kept_gradients: bool = False,
     ) -> Problem:
         """Build a problem with the usual defaults.
 
@@ -115,7 +133,7 @@ class Problem:
             Linear if left out.
         cap
             Bytes: one cap for all ranks, one per rank, or None for no limit.
-        objective, transport
+        objective, transport, accumulate
             Any text; a name that is unknown is refused.
 
         Raises
@@ -133,6 +151,8 @@ class Problem:
             caps,
             _chosen("objective", objective, OBJECTIVES),
             transport,
+            accumulate=_chosen("accumulate", accumulate, ACCUMULATE),
+            kept_gradients=kept_gradients,
         )
 
     def with_(self, **changes: Unpack[_Changes]) -> Problem:
@@ -155,8 +175,10 @@ class Problem:
         return self.placement.num_stages
 
     def static_bytes(self, rank: int) -> int:
-        """Return the bytes that the rank's stages hold all the time."""
-        return sum(self.profile.stages[s].static_bytes for s in self.placement.stages_of(rank))
+        """Return the bytes that the rank's stages hold all the time, gradients that are kept included."""
+        own = [self.profile.stages[s] for s in self.placement.stages_of(rank)]
+        kept = sum(stage.gradient_bytes for stage in own) if self.kept_gradients else 0
+        return kept + sum(stage.static_bytes for stage in own)
 
     def headroom(self, rank: int) -> int | None:
         """Return cap minus static bytes: bytes left for activations (may be negative). None: no limit."""

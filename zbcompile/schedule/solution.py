@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from zbcompile.errors import UsageError
 from zbcompile.schedule.costs import Profile
+from zbcompile.schedule.cuts import Cuts
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.notebook import Pictured
 from zbcompile.schedule.problem import Objective, Problem
@@ -95,6 +96,8 @@ class Solution(Pictured):
     offered
         The profile that the variants were chosen from; None where the stages offered none. A bound over all
         assignments of variants cannot be checked without it.
+    cuts
+        How the stages were cut out of pieces where the cuts were chosen with the order; else None.
     """
 
     problem: Problem
@@ -103,3 +106,4 @@ class Solution(Pictured):
     variants: tuple[int, ...] = ()
     origin: str = ""
     offered: Profile | None = None
+    cuts: Cuts | None = None

@@ -8,7 +8,15 @@ from rich.style import Style
 
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.problem import Objective
-from zbcompile.show.summary import Proof, Summary, gradients_line, headline, origin_words, proof_line
+from zbcompile.show.summary import (
+    Proof,
+    Summary,
+    cuts_line,
+    gradients_line,
+    headline,
+    origin_words,
+    proof_line,
+)
 from zbcompile.show.units import format_bytes, percent
 
 __all__ = ["facts", "head_lines", "split_words"]
@@ -25,9 +33,9 @@ def head_lines(summary: Summary) -> Iterator[tuple[str, Style | None]]:
     yield headline(summary), _GOOD if good else Style(bold=True)
     yield lengths(summary), None
     yield proof_line(summary), _FAULT if summary.proof is Proof.OTHER_VALUE else None
-    held = gradients_line(summary)
-    if held:
-        yield held, None
+    for line in (cuts_line(summary), gradients_line(summary)):
+        if line:
+            yield line, None
     yield " · ".join(facts(summary)), DIM
 
 

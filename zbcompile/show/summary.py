@@ -10,8 +10,9 @@ from zbcompile.formats.measured_json import Measured
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.schedule.communication import lowered
 from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.cuts import Cuts
 from zbcompile.schedule.event_graph import EventGraph
-from zbcompile.schedule.held_gradients import held_sets, held_words
+from zbcompile.schedule.held_gradients import gradients_words, held_sets
 from zbcompile.schedule.ir import Kind, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, timeline_of
@@ -22,6 +23,7 @@ from zbcompile.show.units import TimeUnit, format_bytes, found_by, percent, time
 __all__ = [
     "Proof",
     "Summary",
+    "cuts_line",
     "gradients_line",
     "headline",
     "measured_to_json",
@@ -72,6 +74,8 @@ class Summary:
         How the order was found, for people.
     has_profile
         False when the file has no costs, so that the times are those of F = B = W = 1.
+    cuts
+        How the stages were cut where that was chosen with the order; else None.
     graph
         The event graph that gave the times, where it is at hand.
     """
@@ -81,6 +85,7 @@ class Summary:
     certificate: Certificate | None
     origin: str
     has_profile: bool
+    cuts: Cuts | None = None
     graph: EventGraph | None = field(default=None, compare=False, repr=False)
 
     def event_graph(self) -> EventGraph:
@@ -132,6 +137,7 @@ def summarize(file: ScheduleFile, timeline: Timeline | None = None) -> Summary:
         file.certificate,
         file.origin,
         file.problem is not None,
+        file.cuts,
         graph,
     )
 
@@ -208,17 +214,26 @@ def origin_words(summary: Summary) -> str:
     return found_by(certificate.lineage)
 
 
+def cuts_line(summary: Summary) -> str:
+    """Say how many pieces each stage has; empty where the cuts were not chosen with the order."""
+    if summary.cuts is None:
+        return ""
+    sizes = " ".join(map(str, summary.cuts.sizes))
+    return f"cut with the order: {sizes} pieces a stage"
+
+
 def gradients_line(summary: Summary) -> str:
-    """Say which gradients of weights the order holds beyond its plan; empty for most orders: none."""
-    held = held_words(held_sets(summary.timeline.schedule))
-    return f"beyond the plan it holds {held}" if held else ""
+    """Say which gradients of weights wait for their turn in the sum; empty for most orders: none."""
+    return gradients_words(summary.timeline.schedule, summary.timeline.problem)
 
 
 def to_json(summary: Summary) -> dict[str, object]:
     """Return all figures as plain values: shares as fractions, times in ns, memory in bytes."""
     timeline, problem = summary.timeline, summary.timeline.problem
     certificate, baseline = summary.certificate, summary.baseline.timeline
-    peaks, held = timeline.peak_bytes, held_sets(timeline.schedule)
+    peaks, held, cuts = timeline.peak_bytes, held_sets(timeline.schedule), summary.cuts
+    if problem.accumulate != "order":
+        held = (0,) * problem.num_stages
     return {
         "ranks": problem.num_ranks,
         "stages": problem.num_stages,
@@ -228,8 +243,11 @@ def to_json(summary: Summary) -> dict[str, object]:
         "placement": problem.placement.name,
         "objective": problem.objective,
         "transport": problem.transport,
+        "accumulate": problem.accumulate,
+        "kept_gradients": problem.kept_gradients,
         "has_profile": summary.has_profile,
         "origin": summary.origin,
+        "pieces_per_stage": None if cuts is None else list(cuts.sizes),
         "span_ns": timeline.span_ns,
         "makespan_ns": timeline.makespan_ns,
         "bubble_of_span": timeline.bubble("span"),
@@ -261,7 +279,7 @@ def to_json(summary: Summary) -> dict[str, object]:
                 "span_ns": timeline.rank_span[rank],
                 "peak_bytes": peaks[rank] if summary.has_profile else None,
                 "cap_bytes": problem.caps[rank],
-                "gradients_beyond_plan": [held[s] for s in problem.placement.stages_of(rank)],
+                "waiting_gradients": [held[s] for s in problem.placement.stages_of(rank)],
             }
             for rank in range(problem.num_ranks)
         ],

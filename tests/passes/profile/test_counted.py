@@ -187,6 +187,7 @@ def test_a_counted_profile_has_exact_bytes_and_rooflines_of_every_graph() -> Non
     own = counted_profile(built.stages, device, Link(7, 10), optimizer_bytes=12)
     assert own.link == Link(7, 10)
     assert own.stages[1].static_bytes == 2 * (weight + bias) + 12 * (16 * 16 + 16)
+    assert own.stages[1].gradient_bytes == weight + bias
 
 
 def test_counted_bytes_equal_those_of_a_measured_profile() -> None:
@@ -202,6 +203,7 @@ def test_counted_bytes_equal_those_of_a_measured_profile() -> None:
             other.saved_for_weight_bytes,
             other.static_bytes,
         )
+        assert one.gradient_bytes == other.gradient_bytes
 
 
 def test_stages_are_cut_for_the_device_that_is_planned_for() -> None:

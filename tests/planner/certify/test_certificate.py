@@ -25,10 +25,11 @@ from zbcompile.planner.certify.derive import derivations
 from zbcompile.planner.certify.facts import Derivation, Facts
 from zbcompile.planner.core.instance import Instance, to_schedule
 from zbcompile.planner.exact.crossing import crossing_bound
+from zbcompile.planner.imported import rated
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.schedule.costs import Profile, StageCost
-from zbcompile.schedule.held_gradients import held_sets, held_words
+from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
 from zbcompile.schedule.solution import Certificate, Solution
@@ -305,9 +306,16 @@ def test_the_sum_can_be_followed_by_hand(paper_profiles: dict[str, Any], golden:
     golden("certificate.txt", explain(plan(problem)))
 
 
-def test_the_certificate_says_which_gradients_are_held_beyond_the_plan() -> None:
-    problem = Problem.of(Profile.uniform(StageCost(20, 20, 20, 37, 4, 2), 4), None, 8, 16)
-    solution = plan(problem, time_limit_s=2)
-    held = held_words(held_sets(solution.schedule))
-    assert held != ""
-    assert f"beyond the plan it holds {held}\n\n" in explain(solution)
+@pytest.mark.parametrize(
+    ("size", "accumulate", "words"),
+    [
+        (0, "order", "beyond the plan it holds up to 1 gradient of stage 0's weights"),
+        (1, "order", "wait up to 1 gradient of stage 0's weights, counted in the peak"),
+        (1, "memory", "gradients are summed as they come, not in microbatch order"),
+    ],
+)
+def test_the_certificate_says_how_gradients_are_summed(size: int, accumulate: str, words: str) -> None:
+    schedule = Schedule.parse("placement 0\nmicrobatches 3\nrank 0: 0F0 0F1 0F2 0B0 0BW1 0BW2 0W0\n")
+    profile = Profile((StageCost(20, 20, 20, 37, 4, 2, gradient_bytes=size),))
+    solution = rated(schedule, Problem.of(profile, None, 3, 16, accumulate=accumulate))
+    assert f"{words}\n\n" in explain(solution)

@@ -112,8 +112,10 @@ class Facts:
 
     def _headroom(self, rank: int) -> int:
         """Return the cap minus static bytes, or all that the rank could hold at once if that is less."""
-        stages = self.problem.profile.stages
-        most = sum(stages[s].saved_bytes + stages[s].saved_for_weight_bytes for s in self.stages_of[rank])
+        own = [self.problem.profile.stages[s] for s in self.stages_of[rank]]
+        most = sum(stage.saved_bytes + stage.saved_for_weight_bytes for stage in own)
+        if self.problem.accumulate == "order":
+            most += sum(stage.gradient_bytes for stage in own)
         given = self.problem.headroom(rank)
         return most * self.count if given is None else min(given, most * self.count)
 

@@ -106,9 +106,9 @@ class Instance:
         """
         times, memory = durations(problem), Memory.of(problem)
         stages_of = tuple(problem.placement.stages_of(r) for r in range(problem.num_ranks))
-        headroom = []
+        headroom, at_once = [], memory.most_at_once
         for rank, held in enumerate(stages_of):
-            most = problem.num_microbatches * sum(memory.uses[s].all_taken for s in held)
+            most = problem.num_microbatches * sum(at_once[s] for s in held)
             given = problem.headroom(rank)
             headroom.append(most if given is None else min(given, most))
         return Instance(
@@ -134,6 +134,13 @@ class Instance:
         backward = tuple(min(b, d) for b, d in zip(self.backward, self.fused, strict=True))
         weight = tuple(min(w, d - b) for w, d, b in zip(self.weight, self.fused, backward, strict=True))
         return replace(self, backward=backward, weight=weight, memory=self.memory.relaxed())
+
+    def without_sets(self) -> Instance:
+        """Return the problem in which no gradient waits for its turn in the sum.
+
+        What leaves those bytes out proves bounds that hold; its orders may not fit.
+        """
+        return replace(self, memory=self.memory.without_sets())
 
     @property
     def saved(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from zbcompile.planner.core.compiled import Vector, jit
 from zbcompile.planner.core.tables import Tables
 
-__all__ = ["evaluate_line", "gaps_at", "scratch_size", "stays_legal"]
+__all__ = ["counts_size", "evaluate_line", "gaps_at", "scratch_size", "stays_legal"]
 
 _FAR = 1 << 60
 
@@ -21,6 +21,12 @@ def gaps_at(t: Tables, num_actions: int) -> int:
 def scratch_size(t: Tables, num_actions: int) -> int:
     """Return the number of elements of scratch that `evaluate_line` needs."""
     return gaps_at(t, num_actions) + num_actions
+
+
+def counts_size(t: Tables) -> int:
+    """Return the number of elements of counts that `stays_legal` needs."""
+    marks = t.num_stages * t.num_microbatches if any(t.set_bytes) else 0
+    return 5 * t.num_stages + marks
 
 
 @jit
@@ -160,7 +166,10 @@ def evaluate_line(
 
 @jit
 def stays_legal(t: Tables, offsets: Vector, line: Vector, rank: int, counts: Vector) -> bool:
-    """Return whether a rank's row keeps F before B before W for each stage, and its headroom."""
+    """Return whether a rank's row keeps F before B before W for each stage, and its headroom.
+
+    ``counts`` has `counts_size` elements.
+    """
     S = t.num_stages
     for e in range(t.own_at[rank], t.own_at[rank + 1]):
         for kind in range(4):
@@ -177,6 +186,50 @@ def stays_legal(t: Tables, offsets: Vector, line: Vector, rank: int, counts: Vec
         if kind == 2:
             if counts[code] > counts[S + s]:
                 return False
-        elif kind != 0 and counts[S + s] + counts[3 * S + s] > counts[s]:
+        elif kind != 0:
+            if counts[S + s] + counts[3 * S + s] > counts[s]:
+                return False
+            if kind == 3 and t.set_bytes[s] > 0 and counts[S + s] > counts[2 * S + s]:
+                return bool(_sets_fit(t, offsets, line, rank, counts))
+    return True
+
+
+@jit
+def _sets_fit(t: Tables, offsets: Vector, line: Vector, rank: int, counts: Vector) -> bool:
+    """Return what `stays_legal` does, for a row in which gradients wait: a BW stands before an earlier W.
+
+    W's of a stage come in microbatch order. So those that wait are the BW's behind the B whose W is next:
+    the marks keep how many BW's stand before each B.
+    """
+    S, m = t.num_stages, t.num_microbatches
+    sets, marks = 4 * S, 5 * S
+    for e in range(t.own_at[rank], t.own_at[rank + 1]):
+        for kind in range(5):
+            counts[kind * S + t.own[e]] = 0
+    held = 0
+    for k in range(offsets[rank], offsets[rank + 1]):
+        code = line[k]
+        counts[code] += 1
+        kind = code // S
+        s = code - kind * S
+        change = t.memory[code]
+        if kind % 2 == 1 and counts[S + s] + counts[3 * S + s] > counts[s]:
             return False
+        if kind == 1:
+            counts[marks + s * m + counts[code] - 1] = counts[3 * S + s]
+        elif kind != 0:
+            done = counts[2 * S + s]
+            if done > counts[S + s]:
+                return False
+            waiting = 0
+            if done < counts[S + s]:
+                mark = counts[marks + s * m + done]
+                waiting = counts[3 * S + s] - mark
+                if waiting > 0 and done + mark == 0:
+                    waiting -= 1
+            change += (waiting - counts[sets + s]) * t.set_bytes[s]
+            counts[sets + s] = waiting
+        if held + max(t.peak[code], change) > t.headroom[rank]:
+            return False
+        held += change
     return True

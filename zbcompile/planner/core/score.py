@@ -5,7 +5,9 @@ Equal to `zbcompile.schedule.simulate` by test, for sends that never hold up the
 
 from __future__ import annotations
 
-from zbcompile.planner.core.instance import B, Codes, F, Instance, W
+from collections import deque
+
+from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
 
 __all__ = ["evaluate", "fits", "value_of"]
 
@@ -13,12 +15,47 @@ __all__ = ["evaluate", "fits", "value_of"]
 def fits(instance: Instance, codes: Codes) -> bool:
     """Return whether every rank stays within its headroom."""
     change, peak = instance.memory.change, instance.memory.peak
+    counts_sets = any(instance.memory.set_bytes)
     for rank, row in enumerate(codes):
         held, headroom = 0, instance.headroom[rank]
+        if counts_sets and any(kind == BW for kind, _ in row):
+            if not _fits_with_sets(instance, row, headroom):
+                return False
+            continue
         for kind, s in row:
             if held + peak[kind][s] > headroom:
                 return False
             held += change[kind][s]
+    return True
+
+
+def _fits_with_sets(instance: Instance, row: list[tuple[int, int]], headroom: int) -> bool:
+    """Return whether a row stays within its headroom, gradients that wait for an earlier W included."""
+    memory, held = instance.memory, 0
+    fused = [0] * instance.num_stages
+    sets = [0] * instance.num_stages
+    open_splits: list[deque[int]] = [deque() for _ in fused]
+    begun = [False] * instance.num_stages
+    for kind, s in row:
+        change = memory.change[kind][s]
+        if kind == B:
+            open_splits[s].append(fused[s])
+        elif kind != F:
+            if kind == BW:
+                fused[s] += 1
+            elif not open_splits[s]:
+                return False
+            else:
+                open_splits[s].popleft()
+                begun[s] = True
+            begun[s] |= not open_splits[s] or open_splits[s][0] > 0
+            waiting = fused[s] - open_splits[s][0] if open_splits[s] else 0
+            waiting -= waiting > 0 and not begun[s]
+            change += (waiting - sets[s]) * memory.set_bytes[s]
+            sets[s] = waiting
+        if held + max(memory.peak[kind][s], change) > headroom:
+            return False
+        held += change
     return True
 
 

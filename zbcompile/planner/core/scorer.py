@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from zbcompile.planner.core.compiled import MakeVector, Vector, can_compile, vector
 from zbcompile.planner.core.instance import Codes, Instance
-from zbcompile.planner.core.kernel import evaluate_line, gaps_at, scratch_size, stays_legal
+from zbcompile.planner.core.kernel import counts_size, evaluate_line, gaps_at, scratch_size, stays_legal
 from zbcompile.planner.core.score import value_of
 from zbcompile.planner.core.tables import Tables, pack
 from zbcompile.planner.core.times import Clock
@@ -77,7 +77,7 @@ class Scorer:
         self.instance, self.tables, self.vector = instance, Tables.of(instance, vector), vector
         slots = 2 * instance.num_stages * instance.num_microbatches
         self.ends, self.limits = vector([0] * slots), vector([0] * slots)
-        self.counts = vector([0] * (4 * instance.num_stages))
+        self.counts = vector([0] * counts_size(self.tables))
 
     def score(self, codes: Codes) -> Score | None:
         """Return the score of an order, or ``None`` if it is not legal, does not fit or deadlocks."""

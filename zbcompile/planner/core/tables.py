@@ -27,6 +27,8 @@ class Tables(NamedTuple):
     length, memory, peak
         Time in ns, change of held bytes, and most bytes held above those before it, of every code
         (`zbcompile.schedule.memory`).
+    set_bytes
+        Bytes of one set of gradients that waits for its turn in the sum, per stage.
     headroom
         Bytes per rank.
     own_at, own
@@ -47,6 +49,7 @@ class Tables(NamedTuple):
     length: Vector
     memory: Vector
     peak: Vector
+    set_bytes: Vector
     headroom: Vector
     own_at: Vector
     own: Vector
@@ -78,6 +81,7 @@ class Tables(NamedTuple):
             vector((*instance.forward, *instance.backward, *instance.weight, *instance.fused)),
             vector([size for row in instance.memory.change for size in row]),
             vector([size for row in instance.memory.peak for size in row]),
+            vector(instance.memory.set_bytes),
             vector(instance.headroom),
             own_at,
             own,

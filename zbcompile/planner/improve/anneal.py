@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 
 from zbcompile.planner.core.compiled import vector
 from zbcompile.planner.core.instance import Codes, Instance
-from zbcompile.planner.core.kernel import gaps_at
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.core.tables import EXPONENTIAL, pack, unpack
 from zbcompile.planner.improve.anneal_kernel import anneal
+from zbcompile.planner.improve.cells import lay_out
+from zbcompile.planner.improve.kept_order import worst_of
+from zbcompile.planner.improve.retime import rebuild
 
 __all__ = ["Annealer"]
 
@@ -63,31 +65,26 @@ class Annealer:
             than one copy in a row, all copies are changed alike.
         """
         instance, scorer, p = self.instance, self.scorer, self.instance.num_ranks
-        offsets, current = pack(instance, codes)
+        offsets, best = pack(instance, codes)
         size = int(offsets[p])
-        best, trial = vector([int(c) for c in current]), vector([0] * size)
-        score, scratch = scorer.evaluate(offsets, current)
-        spare = vector([0] * (3 * max(len(row) for row in codes)))
-        scores = vector([score, score, 0, int(scratch[3 * p])])
-        waits = gaps_at(scorer.tables, size)
+        cells, at = lay_out(instance, codes, (seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1)
+        score = int(rebuild(cells, at))
+        scores = vector([score, int(worst_of(cells, at)), 0, 0])
         frozen = vector([0] * (3 * p))
         for r, (low, high, copies) in enumerate(frozen_blocks or ()):
             begin = int(offsets[r])
             frozen[3 * r], frozen[3 * r + 1], frozen[3 * r + 2] = begin + low, begin + high, copies
-        gaps = vector([int(gap) for gap in scratch[waits:]])
-        state = vector([(seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1, 0, 0, 0, 0])
         chunk = max(1, 300_000 // size)
         done = 0
         while done < tries and not stop():
             done_now = int(
                 anneal(
                     scorer.tables,
+                    cells,
+                    at,
                     offsets,
-                    current,
                     best,
-                    trial,
                     scores,
-                    state,
                     done,
                     min(tries, done + chunk),
                     tries,
@@ -95,12 +92,7 @@ class Annealer:
                     goal,
                     self.jumps,
                     self.exponential,
-                    scratch,
-                    scorer.ends,
-                    scorer.limits,
-                    spare,
                     scorer.counts,
-                    gaps,
                     frozen,
                 )
             )

@@ -1,20 +1,37 @@
 """Inner loop of the annealing: change an order, keep or drop the change.
 
-Plain loops over flat arrays that numba compiles where it is installed (`zbcompile.planner.core.tables`).
+Plain loops over flat arrays that numba compiles where it is installed (`zbcompile.planner.core.compiled`).
 """
 
 from __future__ import annotations
 
 from zbcompile.planner.core.compiled import Vector, jit
-from zbcompile.planner.core.kernel import evaluate_line, stays_legal
+from zbcompile.planner.core.kernel import stays_legal
 from zbcompile.planner.core.tables import Tables
-from zbcompile.planner.improve.moves import move_cause, move_into_gap, move_many, move_one, random_bits
+from zbcompile.planner.improve.cells import TOUCHED, Layout
+from zbcompile.planner.improve.kept_order import keep, renumber, score_of, worst_of
+from zbcompile.planner.improve.moves import (
+    below,
+    move_cause,
+    move_into_gap,
+    move_many,
+    move_one,
+    random_bits,
+    touch,
+)
+from zbcompile.planner.improve.retime import rebuild, restore, retime
 
-__all__ = ["anneal", "keep_block"]
+__all__ = ["anneal"]
+
+_KEPT = 256
+"""Changes kept before the topological order is made anew: it then follows the time again."""
+
+_WIDTH = 7
+"""Most places by which the actions of a range of microbatches are moved."""
 
 
 @jit
-def keep_block(low: int, high: int, copies: int, current: Vector, trial: Vector) -> bool:
+def _keep_block(cells: Vector, at: Layout, low: int, high: int, copies: int, rank: int) -> bool:
     """Make what changed in one copy of a frozen block change in all copies.
 
     The first of ``copies`` copies reaches from ``low`` to ``high``. Returns False if a block without a second
@@ -23,26 +40,127 @@ def keep_block(low: int, high: int, copies: int, current: Vector, trial: Vector)
     size = high - low
     for copy in range(copies):
         for k in range(low + copy * size, high + copy * size):
-            if trial[k] != current[k]:
+            if cells[at.line + k] != cells[at.kept_line + k]:
                 if copies == 1:
                     return False
+                touch(cells, at, rank, low, low + copies * size - 1)
                 for other in range(copies):
                     if other != copy:
                         for i in range(size):
-                            trial[low + other * size + i] = trial[low + copy * size + i]
+                            code = cells[at.line + low + copy * size + i]
+                            cells[at.line + low + other * size + i] = code
                 return True
     return True
 
 
 @jit
+def _change(cells: Vector, at: Layout, jumps: Vector) -> None:
+    """Make up to four moves: one in three tries of four, further ones mostly on the same rank.
+
+    Of 64 moves, 3 move an action into a gap and 10 move up what held up a message; 13 move a range of
+    microbatches of one (kind, stage), and 38 a single action.
+    """
+    rank, moves = -1, 1
+    dice = random_bits(cells, at) & 63
+    if dice >= 48:
+        moves = 2 if dice < 60 else 3
+    for _ in range(moves):
+        dice = random_bits(cells, at) & 127
+        if rank < 0 or dice & 1:
+            rank = below(cells, at, at.num_ranks)
+        dice >>= 1
+        if dice < 3:
+            rank = move_into_gap(cells, at, rank)
+        elif dice < 13:
+            rank = move_cause(cells, at, rank, jumps)
+        elif dice < 26:
+            rank = move_many(cells, at, rank, _WIDTH)
+        else:
+            rank = move_one(cells, at, rank, jumps)
+
+
+@jit
+def _is_legal(
+    t: Tables, cells: Vector, at: Layout, offsets: Vector, counts: Vector, frozen_blocks: Vector
+) -> bool:
+    """Return whether the changed rows are legal and fit, and frozen blocks are as they must be."""
+    S = at.num_stages
+    for c in range(cells[at.state + TOUCHED]):
+        r = cells[at.state + TOUCHED + 1 + c]
+        low, high, copies = frozen_blocks[3 * r], frozen_blocks[3 * r + 1], frozen_blocks[3 * r + 2]
+        if copies > 0 and not _keep_block(cells, at, low, high, copies, r):
+            return False
+        if not stays_legal(t, offsets, cells, r, counts):  # the line begins the array
+            return False
+        if copies > 1:
+            for e in range(cells[at.own_at + r], cells[at.own_at + r + 1]):
+                s = cells[at.own + e]
+                if counts[s] != at.num_microbatches or counts[2 * S + s] != counts[S + s]:
+                    return False
+                if counts[S + s] + counts[3 * S + s] != at.num_microbatches:
+                    return False
+    return True
+
+
+@jit
+def _undo(cells: Vector, at: Layout) -> None:
+    """Take back the moves."""
+    for c in range(cells[at.state + TOUCHED]):
+        r = cells[at.state + TOUCHED + 1 + c]
+        for k in range(cells[at.low + r], cells[at.high + r] + 1):
+            cells[at.line + k] = cells[at.kept_line + k]
+            cells[at.number + k] = cells[at.kept_number + k]
+
+
+@jit
+def _forget(cells: Vector, at: Layout) -> None:
+    """Note that nothing is changed."""
+    for c in range(cells[at.state + TOUCHED]):
+        cells[at.low + cells[at.state + TOUCHED + 1 + c]] = -1
+    cells[at.state + TOUCHED] = 0
+
+
+@jit
+def _try(
+    t: Tables,
+    cells: Vector,
+    at: Layout,
+    offsets: Vector,
+    jumps: Vector,
+    counts: Vector,
+    frozen_blocks: Vector,
+    most: int,
+) -> bool:
+    """Change the order at hand; keep the change if its score is at most ``most``. Return whether it is."""
+    _change(cells, at, jumps)
+    kept = False
+    if cells[at.state + TOUCHED] > 0 and _is_legal(t, cells, at, offsets, counts, frozen_blocks):
+        begin, end = at.num_places, -1
+        for c in range(cells[at.state + TOUCHED]):
+            r = cells[at.state + TOUCHED + 1 + c]
+            renumber(cells, at, cells[at.low + r], cells[at.high + r])
+            begin = min(begin, cells[at.position + cells[at.low + r]])
+            end = max(end, cells[at.position + cells[at.high + r]])
+        score = retime(cells, at, begin, end, most)
+        kept = 0 <= score <= most
+        if kept:
+            keep(cells, at, begin, end, score)
+        else:
+            restore(cells, at, begin)
+    if not kept:
+        _undo(cells, at)
+    _forget(cells, at)
+    return kept
+
+
+@jit
 def anneal(
     t: Tables,
+    cells: Vector,
+    at: Layout,
     offsets: Vector,
-    current: Vector,
     best: Vector,
-    trial: Vector,
     scores: Vector,
-    state: Vector,
     first: int,
     last: int,
     total: int,
@@ -50,33 +168,26 @@ def anneal(
     goal: int,
     jumps: Vector,
     exponential: Vector,
-    scratch: Vector,
-    ends: Vector,
-    limits: Vector,
-    spare: Vector,
     counts: Vector,
-    gaps: Vector,
     frozen_blocks: Vector,
 ) -> int:
     """Do the tries ``first`` to ``last`` of ``total``; return the next try.
 
-    Four moves of five look at a rank that waits for a message: an action is moved into the gap, or what the
-    message depends on is moved up. A try makes up to four moves, and only their sum has to be legal. After a
-    sixth of all tries without gain the search returns to the best order. It stops when the objective falls to
-    ``goal``.
+    A try makes up to three moves, and only their sum has to be legal. After a sixth of all tries without gain
+    the search returns to the best order. It stops when the objective falls to ``goal``.
 
     Parameters
     ----------
     t
         The problem.
+    cells, at
+        The order at hand and what is known of it (`zbcompile.planner.improve.cells`).
     offsets
-        Where each rank's row begins in a line, and the number of actions.
-    current, best, trial
-        Lines of codes: the order at hand, the best one, and the one being tried.
+        Where each rank's row begins in the line, and the number of actions.
+    best
+        The best order's line.
     scores
-        Current score, best score, try of the last gain, best objective.
-    state
-        The random sequence, then space for the ranks changed in a try.
+        Its score and objective, try of the last gain, and changes kept since the topological order was made.
     first, last, total
         The range of tries, and the number of all.
     heat
@@ -85,78 +196,31 @@ def anneal(
         Objective in ns at which to stop.
     jumps, exponential
         Tables of random lengths of moves, and of exponentially distributed numbers.
-    scratch, ends, limits
-        Buffers of `evaluate_line`.
-    spare, counts
-        Buffers of `move_many` and `stays_legal`.
-    gaps
-        Waits of the current order.
+    counts
+        Buffer of `stays_legal`.
     frozen_blocks
-        Per rank low, high and copies of a block (`keep_block`); no copies for none.
+        Per rank low, high and copies of a block (`_keep_block`); no copies for none.
     """
-    p, S, size = t.num_ranks, t.num_stages, offsets[t.num_ranks]
-    waits = 4 * p + 2 * t.num_stages + size
     for n in range(first, last):
-        if scores[3] <= goal:
+        if scores[1] <= goal:
             return n
-        for k in range(size):
-            trial[k] = current[k]
-        changed, rank = 0, -1
-        for _ in range(1 + random_bits(state) % 4):
-            dice = random_bits(state) % 64
-            if rank < 0 or dice & 1:
-                rank = random_bits(state) % p
-            dice >>= 1
-            if dice < 7:
-                rank = move_into_gap(t, offsets, trial, rank, state, gaps)
-            elif dice < 26:
-                rank = move_cause(t, offsets, trial, rank, state, jumps, gaps)
-            elif dice < 28:
-                rank = move_many(t, offsets, trial, rank, state, spare, 7)
-            else:
-                rank = move_one(offsets, trial, rank, state, jumps)
-            if rank >= 0:
-                changed += 1
-                state[changed] = rank
-        legal = changed > 0
-        for k in range(changed):
-            r = state[k + 1]
-            if legal and frozen_blocks[3 * r + 2] > 0:
-                legal = keep_block(
-                    frozen_blocks[3 * r], frozen_blocks[3 * r + 1], frozen_blocks[3 * r + 2], current, trial
-                )
-            if legal and not stays_legal(t, offsets, trial, r, counts):
-                legal = False
-            if legal and frozen_blocks[3 * r + 2] > 1:
-                for e in range(t.own_at[r], t.own_at[r + 1]):
-                    s = t.own[e]
-                    if counts[s] != t.num_microbatches or counts[2 * S + s] != counts[S + s]:
-                        legal = False
-                    if counts[S + s] + counts[3 * S + s] != t.num_microbatches:
-                        legal = False
-        if not legal:
-            continue
-        score = evaluate_line(t, offsets, trial, scratch, ends, limits)
-        if score < 0:
-            continue
         left = 1.0 - n / total
-        if score - scores[0] <= heat * left * left * exponential[random_bits(state) % 4096]:
-            scores[0] = score
-            for k in range(size):
-                current[k] = trial[k]
-                gaps[k] = scratch[waits + k]
-            if scratch[3 * p] < scores[3] or (scratch[3 * p] == scores[3] and score < scores[1]):
-                scores[1] = score
-                scores[3] = scratch[3 * p]
+        most = score_of(cells, at) + int(heat * left * left * exponential[random_bits(cells, at) & 4095])
+        if _try(t, cells, at, offsets, jumps, counts, frozen_blocks, most):
+            scores[3] += 1
+            score, worst = score_of(cells, at), worst_of(cells, at)
+            if worst < scores[1] or (worst == scores[1] and score < scores[0]):
+                scores[0] = score
+                scores[1] = worst
                 scores[2] = n
-                for k in range(size):
-                    best[k] = trial[k]
+                for k in range(at.num_places):
+                    best[k] = cells[at.line + k]
         if n - scores[2] > total // 6:
             scores[2] = n
-            scores[0] = scores[1]
-            for k in range(size):
-                current[k] = best[k]
-            evaluate_line(t, offsets, current, scratch, ends, limits)
-            for k in range(size):
-                gaps[k] = scratch[waits + k]
+            for k in range(at.num_places):
+                cells[at.line + k] = best[k]
+            rebuild(cells, at)
+        elif scores[3] >= _KEPT:
+            scores[3] = 0
+            rebuild(cells, at)
     return last

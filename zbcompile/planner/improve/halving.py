@@ -1,17 +1,20 @@
 """Annealing by halving: all orders of the pool, then the better third with three times the tries.
 
-Everything is counted in tries, so that a seed decides the result; the time limit only cuts it off.
+Everything is counted in tries, so that a seed decides the result; the time limit only cuts it off. Where the
+time limit alone says how much to search, and time is left, the best orders are annealed again and again.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from zbcompile.planner.core.compiled import can_compile
+from zbcompile.planner.core.compiled import can_compile, compile_seconds
 from zbcompile.planner.core.instance import is_chain
 from zbcompile.planner.core.scorer import Score
 from zbcompile.planner.improve.anneal import Annealer
@@ -19,14 +22,21 @@ from zbcompile.planner.improve.fold import Folded, fold
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.run import Run
 
-__all__ = ["Anneal", "Fold", "Shortlist"]
+__all__ = ["Anneal", "AnnealOn", "Fold", "Shortlist"]
 
 _HEATS = (4e-4, 1.5e-4)
 _CHAIN_HEATS = (4e-4, 3e-3, 1e-3, 1.5e-4)
-"""First temperatures to take in turn, as shares of the value; a chain's values lie further apart."""
+"""First temperatures to take in turn, as shares of the value; a chain's values lie further apart. Under
+little memory the first one only."""
 
-_LAST = 27
-"""Tries of the last round, in those of the first."""
+_ROUNDS = 4
+"""Rounds of halving: the last has 27 times the tries of the first."""
+
+_APART = 1_000_003
+"""Between the random choices of one turn and those of the next."""
+
+_AGAIN = 4
+"""Orders that are annealed again every other time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +60,13 @@ class Shortlist:
 class Fold:
     """Anneals the orders with a periodic middle without its repetitions."""
 
-    last: int = _LAST
+    rounds: int = _ROUNDS
     name: str = "fold"
 
     def applies(self, run: Run) -> bool:
-        """Return whether no send holds up its rank."""
-        return not run.holds_rank
+        """Return whether no send holds up its rank; under little memory, whether microbatches are many."""
+        long = run.instance.num_microbatches > 4 * run.instance.num_ranks
+        return not run.holds_rank and (long or not run.is_tight)
 
     def improve(self, run: Run) -> Iterator[Order]:
         """Yield all orders found, unfolded; they keep their folded form as well."""
@@ -66,7 +77,7 @@ class Fold:
                 folded = fold(run.instance, order.codes, run.scorer)
             if folded is not None:
                 starts.append(_Annealed(folded, order))
-        for found in _halve(run, starts, self.last):
+        for found in _halve(run, starts, run.effort.anneal, self.rounds):
             order = found.order.then(self.name, found.folded.unfold(), found.score)
             yield replace(order, folded=found.folded)
 
@@ -83,9 +94,49 @@ class Anneal:
 
     def improve(self, run: Run) -> Iterator[Order]:
         """Yield all orders found."""
-        starts = [_Annealed(Folded(run.instance, order.codes), order) for order in run.promising()]
-        for found in _halve(run, starts, _LAST):
+        for found in _ladder(run, run.promising(wide=True)):
             yield found.order.then(self.name, found.folded.codes, found.score)
+
+
+@dataclass(frozen=True, slots=True)
+class AnnealOn:
+    """Anneals the best orders again and again, as long as there is time.
+
+    In turn as at first, with other random choices, and from the best few. It is for plans that the time limit
+    ends: where a level of effort is asked for, the counts end the search.
+
+    Attributes
+    ----------
+    larger_than
+        Actions of the largest problem that the exact model, which uses the time too, is built for.
+    """
+
+    larger_than: int
+    name: str = "anneal_on"
+
+    def applies(self, run: Run) -> bool:
+        """Return whether the time alone ends the search, and a rank has several stages."""
+        large = run.several and run.actions > self.larger_than
+        return large and not run.holds_rank and run.options.level is None and can_compile()
+
+    def improve(self, run: Run) -> Iterator[Order]:
+        """Yield all orders found."""
+        run.reserve_s = 0.0  # the proofs have had their share
+        first = [order for order in run.promising(wide=True) if not {"anneal", self.name} & {*order.lineage}]
+        for turn in itertools.count(1):
+            best = run.promising()[:_AGAIN]
+            if not best or run.done:
+                return
+            used = _APART * turn
+            if turn % 2 and first:
+                ladder = _ladder(run, first, used)
+            else:
+                ladder = _halve(run, _whole(run, best), 9 * run.effort.anneal, 2, used)
+            found = []
+            for one in ladder:
+                found.append(one.order.then(self.name, one.folded.codes, one.score))
+                yield found[-1]
+            run.join(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +148,38 @@ class _Annealed:
     score: Score | None = None
 
 
-def _halve(run: Run, starts: list[_Annealed], last: int) -> Iterator[_Annealed]:
+def _whole(run: Run, orders: list[Order]) -> list[_Annealed]:
+    """Return the orders as they are, to begin with."""
+    return [_Annealed(Folded(run.instance, order.codes), order) for order in orders]
+
+
+def _ladder(run: Run, orders: list[Order], used: int = 0) -> Iterator[_Annealed]:
+    """Anneal whole orders by halving; yield all that is found."""
+    tries = run.effort.anneal * 3 // 2 if run.is_tight else run.effort.anneal
+    return _halve(run, _whole(run, orders), tries, _ROUNDS, used)
+
+
+def _halve(run: Run, starts: list[_Annealed], tries: int, rounds: int, used: int = 0) -> Iterator[_Annealed]:
     """Anneal all; the better third goes on with three times the tries. Yield all that is found.
 
-    The last two rounds start twice from the best.
+    Of a few the best two go on.
+
+    Parameters
+    ----------
+    run
+        The run.
+    starts
+        The orders to begin with.
+    tries, rounds
+        Tries per order in the first round, and how many rounds there are.
+    used
+        How many orders were annealed before: it decides the random choices.
     """
-    tries, used = run.effort.anneal, 0
-    while starts and not run.done and run.seconds_left > run.reserve_s:
+    pace = _Pace(run)
+    for left in range(rounds, 0, -1):
+        if not starts or run.done or run.seconds_left <= run.reserve_s:
+            return
+        tries = max(1, int(tries * pace.share(len(starts) * tries * left)))
         found: list[tuple[Score, _Annealed]] = []
         for annealed in _round(run, starts, tries, used):
             score = run.scorer.score(annealed.folded.unfold())
@@ -112,19 +188,36 @@ def _halve(run: Run, starts: list[_Annealed], last: int) -> Iterator[_Annealed]:
                 found.append((score, annealed))
             if run.done:
                 return
-        if tries >= last * run.effort.anneal:
-            return
+        pace.done += len(starts) * tries
         used += len(starts)
         tries *= 3
         found.sort(key=lambda entry: entry[0])
         kept = [one for k, (score, one) in enumerate(found) if k == 0 or score != found[k - 1][0]]
-        starts = kept[: len(starts) // 3] if len(starts) >= 6 else kept[:1] * 2
+        starts = kept[: len(starts) // 3] if len(starts) >= 6 else (kept * 2)[:2]
+
+
+class _Pace:
+    """How many tries the time allows, so that annealing cools down before it is over.
+
+    It changes nothing where the counts end before the time does.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.done = run, 0
+        self.began = time.monotonic() - compile_seconds()
+
+    def share(self, tries: int) -> float:
+        """Return which share of so many tries there is time for, at the pace until now; at most 1."""
+        took = time.monotonic() - compile_seconds() - self.began
+        if not self.done or took <= 0:
+            return 1.0
+        return min(1.0, (self.run.seconds_left - self.run.reserve_s) * self.done / took / tries)
 
 
 def _round(run: Run, starts: list[_Annealed], tries: int, used: int) -> Iterator[_Annealed]:
     """Anneal all, on as many cores as there are: who computes what does not depend on their number."""
     halted, goal = threading.Event(), run.bound.value_ns
-    heats = _CHAIN_HEATS if is_chain(run.instance) else _HEATS
+    heats = _CHAIN_HEATS if is_chain(run.instance) else _HEATS[:1] if run.is_tight else _HEATS
 
     def anneal(k: int) -> _Annealed:
         number, start = used + k, starts[k].folded

@@ -1,111 +1,132 @@
 """Changes to an order that the annealing tries: each returns the rank it changed, or -1.
 
+They change the line (`zbcompile.planner.improve.cells`) and note the range of places that they touch.
 Compiled by numba where it is installed, as `zbcompile.planner.core.kernel` is.
 """
 
 from __future__ import annotations
 
 from zbcompile.planner.core.compiled import Vector, jit
-from zbcompile.planner.core.tables import Tables
+from zbcompile.planner.improve.cells import TOUCHED, Layout
 
-__all__ = ["move_cause", "move_into_gap", "move_many", "move_one", "random_bits"]
+__all__ = ["below", "move_cause", "move_into_gap", "move_many", "move_one", "random_bits", "touch"]
 
 _ROUNDS = 64
 """Most messages that `move_cause` follows."""
 
 
 @jit
-def random_bits(state: Vector) -> int:
-    """Return the next number of a 32-bit xorshift sequence; the state is the first element."""
-    x: int = state[0]
+def random_bits(cells: Vector, at: Layout) -> int:
+    """Return the next number of a 32-bit xorshift sequence, which `Layout.state` begins with."""
+    x: int = cells[at.state]
     x ^= (x << 13) & 0xFFFFFFFF
     x ^= x >> 17
     x ^= (x << 5) & 0xFFFFFFFF
-    state[0] = x
+    cells[at.state] = x
     return x
 
 
 @jit
-def _shift(line: Vector, begin: int, a: int, b: int) -> bool:
-    """Take the action at place a of a rank's row to place b. Return False if nothing changes."""
-    code = line[begin + a]
+def below(cells: Vector, at: Layout, count: int) -> int:
+    """Return a random number from 0 to ``count`` - 1."""
+    number: int = (random_bits(cells, at) * count) >> 32
+    return number
+
+
+@jit
+def touch(cells: Vector, at: Layout, rank: int, low: int, high: int) -> None:
+    """Note that places of a rank's row were changed; the first time, note the rank."""
+    if cells[at.low + rank] < 0:
+        cells[at.low + rank] = low
+        cells[at.high + rank] = high
+        cells[at.state + TOUCHED] += 1
+        cells[at.state + TOUCHED + cells[at.state + TOUCHED]] = rank
+    else:
+        cells[at.low + rank] = min(low, cells[at.low + rank])
+        cells[at.high + rank] = max(high, cells[at.high + rank])
+
+
+@jit
+def _shift(cells: Vector, at: Layout, a: int, b: int) -> bool:
+    """Take the action at place a to place b of the same row. Return False if nothing changes."""
+    code = cells[at.line + a]
     changed = False
     step = 1 if b > a else -1
+    low, high = min(a, b), max(a, b)
     while a != b:
-        if line[begin + a + step] != code:
+        if cells[at.line + a + step] != code:
             changed = True
-        line[begin + a] = line[begin + a + step]
+        cells[at.line + a] = cells[at.line + a + step]
         a += step
-    line[begin + b] = code
+    cells[at.line + b] = code
+    if changed:
+        touch(cells, at, cells[at.rank_at + b], low, high)
     return changed
 
 
 @jit
-def _gap(offsets: Vector, rank: int, state: Vector, gaps: Vector) -> int:
+def _slide(cells: Vector, at: Layout, a: int, by: int) -> int:
+    """Take the action at place a up to ``by`` places on, not past its like nor its own F, B or W.
+
+    Returns its new place.
+    """
+    rank = cells[at.rank_at + a]
+    code, own = cells[at.line + a], cells[at.number + a]
+    stage, kind = cells[at.stage + code], cells[at.kind + code]
+    step = 1 if by > 0 else -1
+    last = min(max(a + by, cells[at.row + rank]), cells[at.row + rank + 1] - 1)
+    b = a
+    while b != last:
+        other = cells[at.line + b + step]
+        if other == code:
+            break
+        if cells[at.stage + other] == stage and cells[at.number + b + step] == own:
+            near = (cells[at.kind + other] - kind) * step
+            if near == 1 or (kind == 3 and near != 0) or (near == 3 and kind == 0):
+                break
+        cells[at.line + b] = other
+        cells[at.number + b] = cells[at.number + b + step]
+        b += step
+    cells[at.line + b] = code
+    cells[at.number + b] = own
+    if b != a:
+        touch(cells, at, rank, min(a, b), max(a, b))
+    return b
+
+
+@jit
+def _gap(cells: Vector, at: Layout, rank: int) -> int:
     """Return a random place of the rank's row that is waited at, or -1."""
-    begin, size = offsets[rank], offsets[rank + 1] - offsets[rank]
-    a: int = random_bits(state) % size
-    for _ in range(size):
-        if gaps[begin + a] > 0:
+    begin, end = cells[at.row + rank], cells[at.row + rank + 1]
+    a: int = begin + below(cells, at, end - begin)
+    for _ in range(end - begin):
+        if cells[at.gaps + a] > 0:
             return a
-        a = a + 1 if a + 1 < size else 0
+        a = a + 1 if a + 1 < end else begin
     return -1
 
 
 @jit
-def move_into_gap(t: Tables, offsets: Vector, line: Vector, rank: int, state: Vector, gaps: Vector) -> int:
+def move_into_gap(cells: Vector, at: Layout, rank: int) -> int:
     """Where the rank waits for a message, run the next action of some other kind or stage first."""
-    S, begin, size = t.num_stages, offsets[rank], offsets[rank + 1] - offsets[rank]
-    a = _gap(offsets, rank, state, gaps)
-    own = t.own_at[rank + 1] - t.own_at[rank]
-    pick = random_bits(state) % (3 * own)
-    kind, s = pick % 3, t.own[t.own_at[rank] + pick // 3]
-    if a < 0 or line[begin + a] == kind * S + s:
+    S = at.num_stages
+    a = _gap(cells, at, rank)
+    if a < 0:
         return -1
-    for b in range(a + 1, size):
-        code = line[begin + b]
-        if code == kind * S + s or (kind == 1 and code == 3 * S + s):
-            return rank if _shift(line, begin, b, a) else -1
+    pick = below(cells, at, 3 * (cells[at.own_at + rank + 1] - cells[at.own_at + rank]))
+    kind, s = pick % 3, cells[at.own + cells[at.own_at + rank] + pick // 3]
+    wanted = kind * S + s
+    if cells[at.line + a] == wanted:
+        return -1
+    for b in range(a + 1, cells[at.row + rank + 1]):
+        code = cells[at.line + b]
+        if code == wanted or (kind == 1 and code == 3 * S + s):
+            return rank if _shift(cells, at, b, a) else -1
     return -1
 
 
 @jit
-def _sender(t: Tables, offsets: Vector, line: Vector, rank: int, a: int, state: Vector) -> int:
-    """Return the place in the line of an action that the one at place a of the rank waits for, or -1."""
-    S, begin = t.num_stages, offsets[rank]
-    kind = line[begin + a] // S
-    s = line[begin + a] - kind * S
-    if kind == 2:
-        return -1
-    one, other = (s, s) if kind == 0 else (S + s, 3 * S + s)
-    i = 0
-    for k in range(begin, begin + a):
-        if line[k] == one or line[k] == other:
-            i += 1
-    if kind == 0:
-        first, count = t.forward_at[s], t.forward_at[s + 1] - t.forward_at[s]
-    else:
-        first, count = t.backward_at[s], t.backward_at[s + 1] - t.backward_at[s]
-    if count == 0:
-        return -1
-    if kind == 0:
-        source = t.forward_from[first + random_bits(state) % count]
-        one, other = source, source
-    else:
-        source = t.backward_from[first + random_bits(state) % count]
-        one, other = S + source, 3 * S + source
-    for k in range(offsets[t.rank_of[source]], offsets[t.rank_of[source] + 1]):
-        if line[k] == one or line[k] == other:
-            if i == 0:
-                return k
-            i -= 1
-    return -1
-
-
-@jit
-def move_cause(
-    t: Tables, offsets: Vector, line: Vector, rank: int, state: Vector, jumps: Vector, gaps: Vector
-) -> int:
+def move_cause(cells: Vector, at: Layout, rank: int, jumps: Vector) -> int:
     """Where the rank waits for a message, move up what held the message up.
 
     The messages are followed to an action that its own rank held up. This action is moved up within what runs
@@ -115,86 +136,66 @@ def move_cause(
     -----
     The neighbourhood of critical blocks in job shops (Nowicki and Smutnicki, Management Science 42, 1996).
     """
-    a = _gap(offsets, rank, state, gaps)
+    m = at.num_microbatches
+    a = _gap(cells, at, rank)
     if a < 0:
         return -1
     for _ in range(_ROUNDS):
-        at = _sender(t, offsets, line, rank, a, state)
-        if at < 0:
+        group = cells[at.group + cells[at.kept_line + a]]
+        if group < 0:
             return -1
-        rank = t.rank_of[line[at] % t.num_stages]
-        a = at - offsets[rank]
-        if gaps[at] <= 0:
+        first = cells[at.before_at + group]
+        count = cells[at.before_at + group + 1] - first
+        if count == 0:
+            return -1
+        source = cells[at.before + first + (below(cells, at, count) if count > 1 else 0)]
+        a = cells[at.place_of + source * m + cells[at.kept_number + a]]
+        if cells[at.gaps + a] <= 0:
             break
-    begin, block = offsets[rank], 0
-    while a - block > 0 and gaps[begin + a - block] <= 0:
+    rank = cells[at.rank_at + a]
+    begin, block = cells[at.row + rank], 0
+    while a - block > begin and cells[at.gaps + a - block] <= 0:
         block += 1
     if block == 0:
         return -1
-    way = random_bits(state) % 3
-    jump = jumps[random_bits(state) % 4096]
+    way = below(cells, at, 3)
+    jump = jumps[random_bits(cells, at) & 4095]
     if way == 1 or jump > block:
-        jump = 1 + random_bits(state) % block
+        jump = 1 + below(cells, at, block)
     if way == 2:
-        return rank if _shift(line, begin, a - jump, a) else -1
-    return rank if _shift(line, begin, a, a - jump) else -1
+        return rank if _shift(cells, at, a - jump, a) else -1
+    return rank if _shift(cells, at, a, a - jump) else -1
 
 
 @jit
-def move_one(offsets: Vector, line: Vector, rank: int, state: Vector, jumps: Vector) -> int:
+def move_one(cells: Vector, at: Layout, rank: int, jumps: Vector) -> int:
     """Take one action of a rank some places forward or back."""
-    begin, size = offsets[rank], offsets[rank + 1] - offsets[rank]
-    a: int = random_bits(state) % size
-    jump = jumps[random_bits(state) % 4096]
-    b = a - jump if random_bits(state) & 64 else a + jump
-    b = min(max(b, 0), size - 1)
-    return rank if _shift(line, begin, a, b) else -1
+    begin, end = cells[at.row + rank], cells[at.row + rank + 1]
+    a: int = begin + below(cells, at, end - begin)
+    jump = jumps[random_bits(cells, at) & 4095]
+    if random_bits(cells, at) & 64:
+        jump = -jump
+    return rank if _slide(cells, at, a, jump) != a else -1
 
 
 @jit
-def move_many(
-    t: Tables, offsets: Vector, line: Vector, rank: int, state: Vector, spare: Vector, width: int
-) -> int:
+def move_many(cells: Vector, at: Layout, rank: int, width: int) -> int:
     """Take a range of microbatches of one (kind, stage) some places forward or back."""
-    begin, size = offsets[rank], offsets[rank + 1] - offsets[rank]
-    code = line[begin + random_bits(state) % size]
-    m = t.num_microbatches
-    low = random_bits(state) % m
-    high = low + 1 + random_bits(state) % m
-    shift = 1 + random_bits(state) % width
-    if random_bits(state) & 64:
-        shift = -shift
-    kept, moved, seen = 0, 0, 0
-    for k in range(size):
-        here = line[begin + k]
-        chosen = False
-        if here == code:
-            chosen = low <= seen < high
-            seen += 1
-        if chosen:
-            spare[size + moved] = k
-            moved += 1
-        else:
-            spare[kept] = k
-            kept += 1
-    if moved == 0 or kept == 0:
-        return -1
-    for k in range(size):
-        spare[2 * size + k] = line[begin + k]
-    x, y, changed = 0, 0, False
-    for k in range(size):
-        take = x == kept
-        if not take and y < moved:
-            goal = 2 * (spare[size + y] + shift) + (1 if shift > 0 else -1)
-            take = goal < 2 * spare[x]
-        if take:
-            source = spare[size + y]
-            y += 1
-        else:
-            source = spare[x]
-            x += 1
-        here = spare[2 * size + source]
-        if here != line[begin + k]:
-            changed = True
-        line[begin + k] = here
+    begin, end = cells[at.row + rank], cells[at.row + rank + 1]
+    code = cells[at.line + begin + below(cells, at, end - begin)]
+    low = below(cells, at, at.num_microbatches)
+    high = low + below(cells, at, at.num_microbatches)
+    by = 1 + below(cells, at, width)
+    changed = False
+    if random_bits(cells, at) & 64:
+        for a in range(begin, end):
+            chosen = cells[at.line + a] == code and low <= cells[at.number + a] <= high
+            if chosen and _slide(cells, at, a, -by) != a:
+                changed = True
+    else:
+        for back in range(end - begin):
+            a = end - 1 - back
+            chosen = cells[at.line + a] == code and low <= cells[at.number + a] <= high
+            if chosen and _slide(cells, at, a, by) != a:
+                changed = True
     return rank if changed else -1

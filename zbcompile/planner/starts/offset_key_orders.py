@@ -19,7 +19,7 @@ from zbcompile.planner.starts.offset_keys import OffsetKeys, mutate, standard_of
 from zbcompile.planner.starts.repeated_blocks import block_order
 from zbcompile.planner.starts.short import is_long
 
-__all__ = ["OffsetKeyOrders", "block_orders", "dispatched_orders", "offset_key_orders"]
+__all__ = ["OffsetKeyOrders", "block_orders", "dispatched_orders", "offset_key_orders", "standard_orders"]
 
 
 def block_orders(
@@ -112,6 +112,33 @@ def dispatched_orders(
     return [(entry[0], entry[1], entry[4]) for entry in pool[:2]]
 
 
+def standard_orders(
+    instance: Instance,
+    scorer: Scorer,
+    dispatcher: Dispatcher,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Scored]:
+    """Return what keyed dispatch makes of the standard offset keys, one order per score, best first.
+
+    With three periods, and with up to two microbatches in flight beyond those that the keys imply. Below the
+    memory of V-Half all of them are worth annealing: the shortest often become the longest.
+    """
+    found: dict[tuple[int, int], Codes] = {}
+    slots = 3 * -(-instance.num_stages // instance.num_ranks)
+    for period in (slots, slots + 2, slots + 3):
+        for offset_keys in standard_offset_keys(len(waves_of(instance)), instance.num_ranks):
+            keys, in_flight = replace(offset_keys, period=period).keys(instance)
+            for more in range(3):
+                if stop():
+                    break
+                limits = [limit + more for limit in in_flight]
+                line = dispatcher.run_line(keys, limits, offset_keys.share)
+                score = None if line is None else scorer.score_line(dispatcher.offsets, line)
+                if line is not None and score is not None and score not in found:
+                    found[score] = unpack(instance, dispatcher.offsets, line)
+    return [(*score, codes) for score, codes in sorted(found.items())]
+
+
 @dataclass(frozen=True, slots=True)
 class OffsetKeyOrders:
     """Orders decoded from offset keys, by both decoders.
@@ -140,6 +167,10 @@ class OffsetKeyOrders:
         )
         for value, score, codes in sorted(found, key=lambda entry: entry[:2]):
             yield Order(codes, (self.name,), None if run.holds_rank else (value, score))
+        if run.is_tight and not run.holds_rank and dispatch_pays(run.instance):
+            dispatcher = Dispatcher(run.instance)
+            for value, score, codes in standard_orders(run.instance, run.scorer, dispatcher, run.over):
+                yield Order(codes, (self.name,), (value, score))
 
 
 def offset_key_orders(
