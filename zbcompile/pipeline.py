@@ -751,6 +751,10 @@ class Pipeline(Sequence[Stage]):
             f"{plan.certificate.value_ns / 1e6:.3f} ms, {plan.certificate.status}>"
         )
 
+    def _repr_html_(self) -> str | None:
+        """Draw the order that runs, in a notebook; None, for the text, before the model is captured."""
+        return None if self._compiled is None else self._compiled.plan.solution._repr_html_()
+
 
 def _handed_out(result: StepResult, losses: list[Tensor] | None, metrics: dict[str, Tensor] | None) -> Any:
     if losses is not None:

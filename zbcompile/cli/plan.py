@@ -17,6 +17,7 @@ from zbcompile.formats import schedule_json
 from zbcompile.formats.streams import rewrite_line, say
 from zbcompile.schedule.solution import Solution
 from zbcompile.schedule.speeds import on_ranks
+from zbcompile.show.head import split_words
 from zbcompile.show.summary import cuts_line, gradients_line, headline, origin_words, proof_line, summarize
 from zbcompile.show.units import time_unit
 
@@ -109,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
             proof_line(summary),
             cuts_line(summary),
             origin_words(summary),
+            split_words(plan.solution.schedule),
             gradients_line(summary),
         ):
             if line:

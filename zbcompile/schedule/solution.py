@@ -9,6 +9,7 @@ from zbcompile.errors import UsageError
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.cuts import Cuts
 from zbcompile.schedule.ir import Schedule
+from zbcompile.schedule.notebook import Pictured
 from zbcompile.schedule.problem import Objective, Problem
 
 __all__ = ["Certificate", "Solution"]
@@ -76,7 +77,7 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
+class Solution(Pictured):
     """An order for a problem, with its certificate.
 
     Attributes

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zbcompile.formats.measured_json import Measured
 from zbcompile.formats.schedule_json import ScheduleFile
+from zbcompile.schedule.communication import lowered
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.cuts import Cuts
+from zbcompile.schedule.event_graph import EventGraph
 from zbcompile.schedule.held_gradients import gradients_words, held_sets
 from zbcompile.schedule.ir import Kind, Schedule
 from zbcompile.schedule.problem import Problem
-from zbcompile.schedule.simulate import Timeline, simulate
+from zbcompile.schedule.simulate import Timeline, timeline_of
 from zbcompile.schedule.solution import Certificate
 from zbcompile.show.baseline import Baseline, one_f_one_b
 from zbcompile.show.units import TimeUnit, format_bytes, found_by, percent, time_unit
@@ -74,6 +76,8 @@ class Summary:
         False when the file has no costs, so that the times are those of F = B = W = 1.
     cuts
         How the stages were cut where that was chosen with the order; else None.
+    graph
+        The event graph that gave the times, where it is at hand.
     """
 
     timeline: Timeline
@@ -82,6 +86,11 @@ class Summary:
     origin: str
     has_profile: bool
     cuts: Cuts | None = None
+    graph: EventGraph | None = field(default=None, compare=False, repr=False)
+
+    def event_graph(self) -> EventGraph:
+        """Return the event graph of the order, made where it is not at hand."""
+        return self.graph or EventGraph(self.timeline.schedule, self.timeline.problem)
 
     @property
     def unit(self) -> TimeUnit:
@@ -118,13 +127,18 @@ def summarize(file: ScheduleFile, timeline: Timeline | None = None) -> Summary:
         The order cannot run: an action is missing, or it deadlocks.
     """
     problem = file.problem or unit_problem(file.schedule)
+    graph = None
+    if timeline is None:
+        graph = EventGraph(lowered(file.schedule, problem), problem)
+        timeline = timeline_of(graph)
     return Summary(
-        timeline or simulate(file.schedule, problem),
+        timeline,
         one_f_one_b(problem),
         file.certificate,
         file.origin,
         file.problem is not None,
         file.cuts,
+        graph,
     )
 
 
@@ -224,6 +238,8 @@ def to_json(summary: Summary) -> dict[str, object]:
         "ranks": problem.num_ranks,
         "stages": problem.num_stages,
         "microbatches": problem.num_microbatches,
+        "split_backwards": timeline.schedule.split_backwards[0],
+        "backwards": timeline.schedule.split_backwards[1],
         "placement": problem.placement.name,
         "objective": problem.objective,
         "transport": problem.transport,
