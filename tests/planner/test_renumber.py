@@ -21,6 +21,7 @@ from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.renumber import Numbering
 from zbcompile.schedule.simulate import simulate
+from zbcompile.schedule.solution import Solution
 
 
 @settings(max_examples=10)
@@ -30,7 +31,7 @@ def test_plans_are_equal_in_value_and_bound(problem: Problem, rng: random.Random
     problem = problem.with_(caps=tuple(rng.choice((None, 40, 60)) for _ in range(problem.num_ranks)))
     numbering = Numbering(tuple(rng.sample(range(problem.num_ranks), problem.num_ranks)))
     without = set(NAMES) - {"classic", "one_at_a_time", "rule_of_thumb", "list_schedule", "coarse", "v_list"}
-    found = []
+    found: list[Solution | None] = []
     for one in (problem, numbering.of_problem(problem)):
         try:
             found.append(plan(one, level=1, time_limit_s=600, without=without))

@@ -110,7 +110,9 @@ def timeless_problem(rng: random.Random) -> Problem:
     lengths = rng.choice(((0,), (0, 0, 0, 1, 4), (0, 1, 2, 5)))
     stages = tuple(
         StageCost.simple(
-            *(rng.choice(lengths) for _ in range(3)),
+            rng.choice(lengths),
+            rng.choice(lengths),
+            rng.choice(lengths),
             saved := rng.randint(0, 3),
             min(saved, rng.choice((0, 1, 2))),
         )

@@ -110,7 +110,7 @@ class SplitOrFuse:
         if not search.codes:  # the parts that make first orders were left out
             return
         annealed = run.holds_rank and run.several
-        search.kept = search.left // 2 if annealed else 0
+        search.kept = 3 * search.left // 4 if annealed else 0
         yield from search.ranges()
         yield from search.single_actions()
         search.kept = 0
