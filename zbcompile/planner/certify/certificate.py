@@ -305,7 +305,8 @@ def _variants(
 def _ways(stage: StageCost) -> list[StageCost]:
     """Return a stage's ways to run, as it is first, without names."""
     ways = (stage, *stage.variants)
-    return [replace(way, name="", variants=(), static_bytes=stage.static_bytes) for way in ways]
+    held = {"static_bytes": stage.static_bytes, "gradient_bytes": stage.gradient_bytes}
+    return [replace(way, name="", variants=(), **held) for way in ways]
 
 
 def _numbers(way: StageCost) -> list[int]:
@@ -330,6 +331,7 @@ def _least(ways: list[StageCost]) -> StageCost:
         min(w.saved_bytes for w in ways),
         min(w.saved_for_weight_bytes for w in ways),
         ways[0].static_bytes,
+        gradient_bytes=ways[0].gradient_bytes,
     )
 
 
