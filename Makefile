@@ -6,6 +6,7 @@
 #   make kill KILL_POINTS=1 KILL_SEED=7   one kill point again (without: 100, from seed 0)
 #   make fuzz N=10000          random command lines, files and shells; FIRST=123 N=1 runs one seed
 #   make prove N=2000          the last-round-trip bound against the exact model; FIRST=123 N=1 shows one problem
+#                              PROVE="--plans --seconds 10": plans under all send modes, and how many are proved
 #   make test-compatible       the bitwise tests of the passes under another instruction set
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -67,7 +68,7 @@ fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz --first $(FIRST) --count $(N)
 
 prove: $(READY)
-	$(BIN)/python -m tests.prove --first $(FIRST) --count $(N)
+	$(BIN)/python -m tests.prove --first $(FIRST) --count $(N) $(PROVE)
 
 wheel: $(READY)
 	$(BIN)/python -m build --no-isolation --outdir dist

@@ -5,7 +5,7 @@
 
 Prints for every row: ours, the peer's figure, the bound, the gap, wall and processor seconds. Times
 in milliseconds. Sections: paper, makespan, starved, v, v_min, looped, variants, unequal (stages),
-unequal_microbatches, large. Default: all.
+unequal_microbatches, large, cuts. Default: all.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import ablate
+from zbcompile.planner.cuts import plan_cuts
 from zbcompile.planner.plan import plan
 from zbcompile.schedule.costs import Link, Profile, StageCost
+from zbcompile.schedule.cuts import CutProblem
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import Problem
@@ -37,6 +39,7 @@ PAPER = json.loads((DATA / "paper_profiles.json").read_text())["configs"]
 _TARGETS = json.loads((DATA / "targets.json").read_text())
 TARGETS = {row["name"]: row for row in _TARGETS["problems"]}
 DRAWS = _TARGETS["unequal_microbatches"]["sizes"]
+CUT = _TARGETS["cut"]
 PEER = json.loads((DATA / "peer_schedules.json").read_text())["runs"]
 Row = dict[str, Any]
 
@@ -333,6 +336,26 @@ def large() -> None:
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
 
 
+def cut_problem(caps_in_p: float) -> CutProblem:
+    """The problem ``cut`` of targets.json: 32 equal layers and a head on 8 ranks, makespan."""
+    times, held, share = CUT["layer_ns"], CUT["layer_bytes"], CUT["head"]["times_layer"]
+    layer = StageCost.simple(times["F"], times["B"], times["W"], held["saved"], held["saved_for_weight"])
+    head = StageCost.simple(*(round(share * times[kind]) for kind in "FBW"), CUT["head"]["extra_saved"], 0)
+    pieces = Profile((layer,) * 32 + (head,), link=Link(CUT["link_latency_ns"]))
+    return CutProblem.of(pieces, Placement.linear(8), 16, int(caps_in_p * 8 * 4 * held["saved"]), "makespan")
+
+
+def cuts() -> None:
+    """Cuts chosen with the order in 30 s, no fusing. The 'peer' is the cut that was climbed before."""
+    before = next(values for name, values in CUT["makespan_ms"].items() if name.startswith("climbed"))
+    for caps_in_p, peer_ms in zip((0.5, 0.75, 1, 1.5), before, strict=True):
+        wall, cpu = time.perf_counter(), time.process_time()
+        solution = plan_cuts(cut_problem(caps_in_p), time_limit_s=30, fuse="never")
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        assert solution.cuts is not None
+        line(f"cuts cap {caps_in_p}p", solution, wall, cpu, peer_ms * 1e6, str(solution.cuts.sizes))
+
+
 def main() -> None:
     """Run the sections named, or all; or leave parts of the planner out."""
     if sys.argv[1:2] == ["ablate"]:
@@ -352,6 +375,7 @@ def main() -> None:
         "unequal": lambda: unequal(min(20, arguments.rows)),
         "unequal_microbatches": lambda: unequal_microbatches(arguments.rows),
         "starved": starved,
+        "cuts": cuts,
         "v": lambda: v(arguments.first, arguments.rows),
         "v_min": lambda: v_min(arguments.rows),
     }

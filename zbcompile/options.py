@@ -39,6 +39,7 @@ BatchDim = int | tuple[tuple[str | int, int | None], ...]
 """The batch dimension of all tensors; or of those that are named (None: it has none), and 0 of the others."""
 
 OTHER_SHAPES = ("plan", "refuse")
+CUTS = ("balance", "plan")
 
 NAMED_PLACEMENTS = ("auto", *PLACEMENTS)
 
@@ -82,6 +83,10 @@ class CompileOptions:
         What each microbatch costs, as factors of the costs of the stages; empty: all cost the same.
     skip
         Names of rewrites of graphs to leave out, as ``ZBCOMPILE_SKIP`` has them.
+    cuts
+        ``balance`` or ``plan``; None: ``plan`` where ranks differ in speed, else ``balance``.
+    rank_speeds
+        Speeds of the ranks in millionths (`zbcompile.schedule.speeds`); empty: all alike.
 
     Raises
     ------
@@ -125,6 +130,8 @@ class CompileOptions:
     cache: str | None = None
     skip: tuple[str, ...] = ()
     microbatch_costs: tuple[MicrobatchCost, ...] = ()
+    cuts: str | None = None
+    rank_speeds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages)
@@ -140,6 +147,10 @@ class CompileOptions:
         _check_name("transport", self.transport, TRANSPORTS)
         _check_name("accumulate", self.accumulate, ACCUMULATE)
         _check_name("other_shapes", self.other_shapes, OTHER_SHAPES)
+        if self.cuts is not None:
+            _check_name("cuts", self.cuts, CUTS)
+        if self.cuts == "plan" and self.split_points is not None:
+            raise UsageError("split_points are given, so no cuts are planned", fix="leave out one of the two")
         if not isinstance(self.placement, Placement):
             _check_name("placement", self.placement, NAMED_PLACEMENTS)
         limits = self.memory_limit if isinstance(self.memory_limit, tuple) else (self.memory_limit,)
@@ -191,6 +202,12 @@ class CompileOptions:
                 given=f"{schedule.placement.name}: {list(schedule.placement.rank_of)}",
                 fix="leave placement out, or plan another schedule",
             )
+
+    @property
+    def plans_cuts(self) -> bool:
+        """Whether the cuts are chosen with the order."""
+        unequal = self.cuts is None and len(set(self.rank_speeds)) > 1
+        return self.split_points is None and (unequal or self.cuts == "plan")
 
     @property
     def joined_dim(self) -> int:

@@ -47,6 +47,7 @@ from zbcompile.schedule.ir import Placement, Schedule
 from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import ACCUMULATE, TRANSPORTS
 from zbcompile.schedule.solution import Certificate, Solution
+from zbcompile.schedule.speeds import speeds_of
 from zbcompile.schedule.sum_order import sum_order
 
 if TYPE_CHECKING:
@@ -99,6 +100,8 @@ def compile(
     accumulate: str = ACCUMULATE[0],
     kept_gradients: bool = False,
     cache: str | os.PathLike[str] | None = None,
+    cuts: str | None = None,
+    rank_speeds: Sequence[float] | None = None,
     observer: Observer | None = None,
 ) -> Pipeline:
     """Cut a model into stages, find the best order of their work, and make it runnable.
@@ -200,6 +203,14 @@ def compile(
         Folder in which plans are kept, to be found again at the next start with the same graphs, options,
         ranks and versions: then nothing is measured, searched, or, unless ``verify`` is True, compared with
         the model. Each process may have a folder of its own; rank 0's decides the plan.
+    cuts
+        How the model is cut where no ``split_points`` are given. ``balance``: for the shortest step by a
+        formula. ``plan``: small pieces of it are counted, and quick plans under ``memory_limit`` choose how
+        they are joined. Default: ``plan`` where ranks differ in speed, else ``balance``.
+    rank_speeds
+        One number per rank, where ranks differ in speed: 1 for that of the profile, 0.5 where everything
+        takes twice as long. Where stages are measured, that is on rank 0: the ratios to its number count. The
+        costs of a checkpoint's plan are those of its ranks already.
     observer
         Called after every step of the compiler, before the next begins, with the step's name and what it
         made; by the name ``split_backward.joint`` also after every rewrite of a stage's joint graph.
@@ -259,6 +270,8 @@ def compile(
         kept_gradients=kept_gradients,
         cache=None if cache is None else os.path.abspath(cache),
         skip=skipped_from_environment(),
+        cuts=cuts,
+        rank_speeds=speeds_of(None if saved is not None and profile is None else rank_speeds),
     )
     pipeline = Pipeline(options, observer or observer_from_environment())
     if example_args is not None or example_kwargs is not None:
@@ -757,6 +770,10 @@ class Pipeline(Sequence[Stage]):
             f"{plan.schedule.num_microbatches} microbatches, {plan.certificate.objective} "
             f"{plan.certificate.value_ns / 1e6:.3f} ms, {plan.certificate.status}>"
         )
+
+    def _repr_html_(self) -> str | None:
+        """Draw the order that runs, in a notebook; None, for the text, before the model is captured."""
+        return None if self._compiled is None else self._compiled.plan.solution._repr_html_()
 
 
 def _handed_out(result: StepResult, losses: list[Tensor] | None, metrics: dict[str, Tensor] | None) -> Any:

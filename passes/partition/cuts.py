@@ -11,7 +11,7 @@ from zbcompile.passes.partition.cut_points import CallOrder, CutPoint, has_known
 from zbcompile.passes.provenance import module_path_of, source_of
 from zbcompile.schedule.costs import Link
 
-__all__ = ["balanced_cuts", "named_cuts"]
+__all__ = ["balanced_cuts", "named_cuts", "piece_cuts"]
 
 BUCKETS_PER_STAGE = 48
 MOST_CUTS = 400
@@ -63,6 +63,34 @@ def balanced_cuts(
         [*(cut.trained_before for cut in cuts), order.trained],
     )
     return tuple(cuts[position] for position in line.cuts(TOLERANCE))
+
+
+def piece_cuts(order: CallOrder, most: int, least: int = 1) -> tuple[CutPoint, ...]:
+    """Return cuts that part the calls into at most ``most`` pieces of about equal cost, at little to send.
+
+    Around each of the places that part the cost evenly it is the cut with the smallest messages. Every piece
+    has a parameter to train, unless that leaves fewer pieces than ``least``. Where the model has fewer cuts,
+    all are returned.
+    """
+    cuts = every = _distinct(order)
+    if len(cuts) >= most:
+        cuts = _evenly(cuts, order.total.total_ns, most)
+    kept: list[CutPoint] = []
+    for cut in cuts:
+        before = kept[-1].trained_before if kept else 0
+        if before < cut.trained_before < order.trained:
+            kept.append(cut)
+    return tuple(next((some for some in (kept, cuts) if len(some) + 1 >= least), every))
+
+
+def _evenly(cuts: Sequence[CutPoint], total_ns: int, parts: int) -> list[CutPoint]:
+    """Return of the cuts around each of the places that make equal parts the cheapest, then the nearest."""
+    near: dict[int, list[tuple[tuple[int, int], int, CutPoint]]] = {}
+    for cut in cuts:
+        place = (2 * parts * cut.work_before.total_ns + total_ns) // (2 * total_ns)
+        off = abs(parts * cut.work_before.total_ns - place * total_ns)
+        near.setdefault(place, []).append((_price(cut), off, cut))
+    return [min(near[k], key=lambda entry: entry[:2])[2] for k in range(1, parts) if k in near]
 
 
 def _distinct(order: CallOrder) -> list[CutPoint]:

@@ -23,12 +23,12 @@ from zbcompile.passes.op_costs import nominal_device
 from zbcompile.passes.partition.auxiliary import auxiliary_nodes, needed_auxiliary
 from zbcompile.passes.partition.balance import Work
 from zbcompile.passes.partition.call_costs import call_counts, work_on
-from zbcompile.passes.partition.cut_points import CutPoint, call_order
+from zbcompile.passes.partition.cut_points import CallOrder, CutPoint, call_order
 from zbcompile.passes.partition.cuts import balanced_cuts, named_cuts
 from zbcompile.passes.provenance import module_path_of, source_of
 from zbcompile.schedule.devices import Device
 
-__all__ = ["Policy", "StageSource", "Wire", "partition"]
+__all__ = ["Policy", "StageSource", "Wire", "legal_cuts", "partition"]
 
 Policy = Callable[[tuple[CutPoint, ...], int], Sequence[CutPoint]]
 """(legal cut points, number of stages) -> the chosen ones, in order."""
@@ -124,14 +124,9 @@ def partition(
     """
     if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
         raise UsageError("num_stages must be a positive integer", given=num_stages)
-    graph = captured.module.graph
-    groups = StorageGroups(graph)
-    auxiliary = auxiliary_nodes(captured, groups)
-    main = [node for node in graph.nodes if node.op == "call_function" and node not in auxiliary]
     link = device.link if device is not None else None
-    device = device or nominal_device(captured.device)
-    works = {node: work_on(device, count) for node, count in call_counts(captured, groups).items()}
-    order = call_order(main, groups, works.__getitem__, _trained(captured))
+    order, groups, auxiliary, works = _ordered(captured, device)
+    main = order.nodes
     if split_points is None:
         cuts: Sequence[CutPoint] = balanced_cuts(order, num_stages, link, num_microbatches)
     elif callable(split_points):
@@ -144,6 +139,25 @@ def partition(
     }
     pieces = _Pieces(captured, groups, auxiliary, stage_of, num_stages - 1, works)
     return tuple(pieces.source(stage) for stage in range(num_stages))
+
+
+def legal_cuts(captured: Captured, device: Device | None = None) -> CallOrder:
+    """Return the calls of a captured graph and the legal cuts between them; ``device`` as for `partition`."""
+    return _ordered(captured, device)[0]
+
+
+def _ordered(
+    captured: Captured, device: Device | None
+) -> tuple[CallOrder, StorageGroups, set[Node], dict[Node, Work]]:
+    """Return the calls with their legal cuts, groups of storage, auxiliary calls, and every call's times."""
+    graph = captured.module.graph
+    groups = StorageGroups(graph)
+    auxiliary = auxiliary_nodes(captured, groups)
+    main = [node for node in graph.nodes if node.op == "call_function" and node not in auxiliary]
+    device = device or nominal_device(captured.device)
+    works = {node: work_on(device, count) for node, count in call_counts(captured, groups).items()}
+    order = call_order(main, groups, works.__getitem__, _trained(captured))
+    return order, groups, auxiliary, works
 
 
 def _trained(captured: Captured) -> set[Node]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -292,7 +293,44 @@ def test_show_draws_and_gives_figures(capsys, schedule_path: Path, tmp_path: Pat
     svg, html = tmp_path / "a.svg", tmp_path / "a.html"
     assert run(capsys, "show", schedule_path, "--svg", svg, "--html", html) == (0, "", "")
     assert svg.read_text().startswith("<svg")
-    assert "<html>" in html.read_text()
+    assert html.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_show_draws_what_is_asked_and_refuses_what_is_not_there(
+    capsys, schedule_path: Path, tmp_path: Path
+) -> None:
+    ranks = json.loads(run(capsys, "show", schedule_path, "--json")[1])["ranks"]
+    code, out, _ = run(capsys, "show", schedule_path, "--ranks", f"0,{ranks - 1}", "--width", 90)
+    assert code == 0
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("rank ")] == ["0", str(ranks - 1)]
+    assert "not microbatch 1" in run(capsys, "show", schedule_path, "--follow", 1, "--width", 90)[1]
+    for option, value, words in (
+        ("--ranks", "0-x", "no rank and no range of ranks"),
+        ("--ranks", f"0-{ranks}", "ranks that are not there"),
+        ("--ranks", "2-1", "ranks that are not there"),
+        ("--follow", "1000", "names no microbatch"),
+        ("--follow", "-1", ""),
+        ("--against", schedule_path, "name the page with --html"),
+    ):
+        code, out, err = run(capsys, "show", schedule_path, option, value)
+        assert (code, out) == (2, "")
+        assert words in err
+    code, _, err = run(capsys, "show", schedule_path, "--json", "--follow", 1)
+    assert code == 2
+    assert "--follow is of pictures" in err
+
+
+def test_show_writes_a_page_of_two_schedules(capsys, schedule_path: Path, tmp_path: Path) -> None:
+    page, other = tmp_path / "page.html", tmp_path / "<b>other.json"
+    other.write_bytes(schedule_path.read_bytes())
+    assert run(capsys, "show", schedule_path, "--html", page, "--against", other) == (0, "", "")
+    data = json.loads(
+        re.search('<script type="application/json" id="data">(.*?)</script>', page.read_text())[1]
+    )
+    assert [view["name"] for view in data["views"]] == [str(schedule_path), str(other)]
+    assert "<b>" not in page.read_text()
+    code, _, err = run(capsys, "show", "-", "--html", page, "--against", "-")
+    assert code == 2
 
 
 def test_show_lays_a_measurement_over_the_plan(capsys, schedule_path: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from zbcompile.formats.schemas import SCHEMAS, schema_text
 from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement, Schedule
+from zbcompile.schedule.messages import messages_of
 from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, simulate
@@ -216,6 +217,36 @@ def test_a_chrome_trace_has_every_action_where_it_happens() -> None:
     assert max(held) == timeline.peak_bytes[0]
     measured = json.loads(chrome_trace.dumps_measured(measured_of(timeline)))["traceEvents"]
     assert [e for e in measured if e["ph"] == "X"] == [e for e in events if e["ph"] == "X"]
+
+
+@pytest.mark.parametrize("communication", [True, False])
+def test_a_chrome_trace_has_an_arrow_per_message_from_its_send_to_its_receive(communication: bool) -> None:
+    solution = small_solution()
+    schedule = solution.schedule if communication else solution.schedule.compute_only()
+    timeline = simulate(schedule, solution.problem)
+    for text in (chrome_trace.dumps(timeline), chrome_trace.dumps_measured(measured_of(timeline))):
+        events = json.loads(text)["traceEvents"]
+        ends = {phase: {e["id"]: e for e in events if e["ph"] == phase} for phase in "sf"}
+        if not communication and "bytes held" not in text:
+            assert ends == {"s": {}, "f": {}}  # a measured step without messages
+            continue
+        assert len(ends["s"]) == len(ends["f"]) == len(list(messages_of(solution.problem)))
+        for number, sent in ends["s"].items():
+            received = ends["f"][number]
+            assert (received["bp"], received["pid"]) == ("e", 1 - sent["pid"])
+            assert sent["ts"] <= received["ts"]
+            microbatches = set()
+            for event in (sent, received):
+                (span,) = (
+                    e
+                    for e in events
+                    if e["ph"] == "X"
+                    and (e["pid"], e["tid"]) == (event["pid"], event["tid"])
+                    and e["ts"] <= event["ts"] < e["ts"] + e["dur"]
+                )
+                microbatches.add(span["args"]["microbatch"])
+                assert (event["tid"] == 0) == (not communication)
+            assert len(microbatches) == 1
 
 
 def test_the_example_profiles_are_valid_and_say_where_they_come_from() -> None:

@@ -157,6 +157,10 @@ def _show(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, list
     words += _maybe(rng, 0.1, "--from", _value(rng, *times)) + _maybe(rng, 0.1, "--to", _value(rng, *times))
     words += _maybe(rng, 0.2, "--width", _value(rng, "1", "13", "20", "80", "200", "500"))
     words += _maybe(rng, 0.1, rng.choice(("--memory", "--no-memory", "--messages", "--no-messages")))
+    words += _maybe(rng, 0.1, "--ranks", _value(rng, "0", "0-1", "all", "1,0", "3-1", "0-99999"))
+    words += _maybe(rng, 0.1, "--follow", _value(rng, "0", "1", "2", "-1", "99999999"))
+    words += _maybe(rng, 0.1, rng.choice(("--fold", "--no-fold")))
+    words += _maybe(rng, 0.05, "--against", words[0])
     for option in ("--svg", "--html"):
         if rng.random() < 0.07:
             words += [

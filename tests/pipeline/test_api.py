@@ -94,6 +94,17 @@ def test_two_steps_without_zero_grad_add_up_and_unscaled_gradients_are_sums() ->
         assert torch.equal(mine.grad, one.grad + two.grad)  # type: ignore[arg-type]
 
 
+def test_a_pipeline_draws_itself_in_a_notebook_once_it_is_captured() -> None:
+    model, (x, y) = mlp(), data()
+    pipeline = compiled(model)
+    assert pipeline._repr_html_() is None
+    pipeline.step(x, target=y)
+    shown = pipeline._repr_html_()
+    assert shown is not None
+    assert shown == pipeline.solution._repr_html_()
+    assert "1F1B" in shown
+
+
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_clipping_has_the_bits_of_torch(norm_type: float) -> None:
     model, (x, y) = mlp(), data()

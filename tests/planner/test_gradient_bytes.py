@@ -150,3 +150,20 @@ def test_scorers_count_what_waits() -> None:
             scorer = Scorer(instance) if vector is None else Scorer(instance, vector)
             assert (scorer.score([row]) is not None) is legal
         assert Scorer(Instance.of(without_sets(problem))).score([row]) is not None
+
+
+@pytest.mark.parametrize("transport", ["async", "rendezvous"])
+def test_bounds_over_variants_are_derived_again_with_gradients_kept(transport: str) -> None:
+    """Whatever variant runs, a stage holds its own gradients: the variant here says nothing of them."""
+    rng = random.Random(1)
+    stages = []
+    for _ in range(3):
+        f, b, w = (rng.randint(2, 9) for _ in range(3))
+        lean = StageCost(f, b + f, w, b + w + f, 2, 1)
+        stages.append(StageCost(f, b, w, b + w, 5, 3, 7, variants=(lean,), gradient_bytes=rng.randint(1, 4)))
+    problem = Problem.of(Profile(tuple(stages), link=Link(1)), None, 5, None, "span", transport)
+    problem = problem.with_(kept_gradients=True)
+    caps = (None, *(problem.static_bytes(rank) + 9 for rank in (1, 2)))
+    solution = plan(problem.with_(caps=caps), time_limit_s=1.0, level=1)
+    assert solution.certificate.method == "variants"
+    assert verify_certificate(solution).proved

@@ -253,7 +253,7 @@ def test_the_ablation_goes_on_where_its_log_ends(tmp_path: Path) -> None:
 
 
 def test_where_no_part_makes_a_first_order_none_is_fused_or_split() -> None:
-    """Under exchanges only one microbatch at a time is free of deadlock here before fusing is searched."""
+    """Under exchanges only one microbatch at a time and dispatched orders are free of deadlock here."""
     (row,) = (row for row in ROWS if row.name == "sends 6.2B looped p=4 m=18 cap 1.5p batched")
     with pytest.raises(NoOrderError):
-        plan(row.problem, time_limit_s=60, level=1, seed=1, without={"one_at_a_time"})
+        plan(row.problem, time_limit_s=60, level=1, seed=1, without={"one_at_a_time", "other_mode"})

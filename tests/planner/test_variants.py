@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from tests.planner.improve.test_fuse import brute_force_with_fusing
 from tests.support.planner_cases import brute_force, random_placement
 from zbcompile.errors import InfeasibleError
 from zbcompile.planner.core.instance import Instance
@@ -66,7 +66,7 @@ def assignments(problem: Problem) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("fusing", [False, True])
 def test_the_joint_bound_holds_over_all_assignments_and_orders(fusing: bool) -> None:
     rng = random.Random(3)
-    solve = brute_force_with_fusing if fusing else brute_force
+    solve = partial(brute_force, fusing=fusing)
     tight = judged = 0
     for _ in range(30):
         problem = random_problem(rng, fusing=fusing)
@@ -91,7 +91,7 @@ def test_plan_picks_the_best_assignment_of_small_instances() -> None:
                 plan(problem, time_limit_s=5)
             continue
         solution = plan(problem, time_limit_s=20)
-        least = min(brute_force_with_fusing(fixed(problem, a)) for a in open_ones)
+        least = min(brute_force(fixed(problem, a), fusing=True) for a in open_ones)
         check(solution.schedule, solution.problem)
         assert solution.problem == fixed(problem, solution.variants or (0,) * problem.num_stages)
         assert solution.certificate.bound_ns <= least <= solution.certificate.value_ns

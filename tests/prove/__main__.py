@@ -1,4 +1,7 @@
-"""``python -m tests.prove --count 2000``: asks the exact model for orders below the bound."""
+"""``python -m tests.prove --count 2000``: asks the exact model for orders below the bound.
+
+``--plans`` plans the problems instead, under a random send mode each, and counts those proved optimal.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ import sys
 import time
 from collections import Counter
 
-from tests.prove.cases import Verdict, judge, make_problem
+from tests.prove.cases import Verdict, judge, make_problem, with_send_mode
+from zbcompile.planner.plan import plan
+from zbcompile.schedule.simulate import simulate
 
 
 def main() -> int:
@@ -17,7 +22,10 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seconds", type=float, default=5.0, help="for each question to the solver")
     parser.add_argument("--every", action="store_true", help="ask too where another bound is as high")
+    parser.add_argument("--plans", action="store_true", help="plan under a random send mode; count proofs")
     arguments = parser.parse_args()
+    if arguments.plans:
+        return plans(range(arguments.first, arguments.first + arguments.count), arguments.seconds)
     began, counts = time.monotonic(), Counter[Verdict]()
     for seed in range(arguments.first, arguments.first + arguments.count):
         problem = make_problem(seed)
@@ -29,6 +37,23 @@ def main() -> int:
     said = ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict)
     print(f"{arguments.count} problems: {said}; {seconds:.0f} s")
     return 1 if counts[Verdict.VIOLATED] else 0
+
+
+def plans(seeds: range, seconds: float) -> int:
+    """Plan every problem and print how many were proved, by send mode; 1 if a certificate does not hold."""
+    began, proved, all_of = time.monotonic(), Counter[str](), Counter[str]()
+    wrong = 0
+    for seed in seeds:
+        problem = with_send_mode(seed)
+        solution = plan(problem, time_limit_s=seconds)
+        all_of[problem.transport] += 1
+        proved[problem.transport] += solution.certificate.is_optimal
+        if simulate(solution.schedule, problem).value_ns != solution.certificate.value_ns:
+            wrong += 1
+            print(f"seed {seed}: another value than certified", problem, sep="\n    ", flush=True)
+    said = ", ".join(f"{proved[mode]} of {all_of[mode]} {mode}" for mode in sorted(all_of))
+    print(f"{proved.total()} of {all_of.total()} proved: {said}; {time.monotonic() - began:.0f} s")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

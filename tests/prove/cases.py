@@ -14,9 +14,9 @@ from zbcompile.planner.exact.model import refute
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.least_memory import least_headroom
-from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.problem import TRANSPORTS, Problem
 
-__all__ = ["Verdict", "judge", "make_problem"]
+__all__ = ["Verdict", "judge", "make_problem", "with_send_mode"]
 
 METHOD = "last_round_trip"
 LONGEST_ACTIONS = 110
@@ -33,7 +33,7 @@ class Verdict(enum.Enum):
     VIOLATED = "VIOLATED"
 
 
-def make_problem(seed: int) -> Problem:
+def make_problem(seed: int, most_actions: int = LONGEST_ACTIONS) -> Problem:
     """Return a problem of two or three ranks with one to three stages each.
 
     V, looped or any map; a chain or branches, with and without gradients; equal and unequal stages, times and
@@ -42,7 +42,7 @@ def make_problem(seed: int) -> Problem:
     rng = random.Random(seed)
     placement = _placement(rng)
     count = placement.num_stages
-    most = max(1, min(6, LONGEST_ACTIONS // (3 * count)))
+    most = max(1, min(6, most_actions // (3 * count)))
     stages = _stages(rng, count)
     profile = Profile(stages, _edges(rng, count), Link(rng.choice((0, 0, 1, 2, 5))))
     objective = rng.choice(("span", "makespan"))
@@ -53,6 +53,11 @@ def make_problem(seed: int) -> Problem:
         loose = int(least * rng.uniform(1, 2.5)) + rng.randint(0, 2)
         caps.append(rng.choice((least, loose, loose, loose, None)))
     return problem.with_(caps=tuple(caps))
+
+
+def with_send_mode(seed: int) -> Problem:
+    """Return a problem of at most 60 actions under any send mode."""
+    return make_problem(seed, most_actions=60).with_(transport=random.Random(seed).choice(TRANSPORTS))
 
 
 def _placement(rng: random.Random) -> Placement:

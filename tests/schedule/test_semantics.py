@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 import zbcompile
 from tests.passes.lower.test_codegen import classic, heard, milliseconds
-from tests.planner.improve.test_fuse import brute_force_with_fusing, random_fusing_problem
+from tests.planner.improve.test_fuse import random_fusing_problem
 from tests.schedule.test_event_graph import Machine
 from tests.support.other_send_modes import BUFFERED, DRAINED, OTHER_MODES, other_send_modes
+from tests.support.planner_cases import brute_force
 from tests.support.strategies import greedy_order, problems
 from zbcompile.errors import CheckError, UsageError
 from zbcompile.passes.lower.codegen import emit
@@ -109,7 +110,7 @@ def test_bounds_hold_over_all_orders_of_a_new_mode(name: str) -> None:
         problem = random_fusing_problem(rng, name)
         bounds = [best_bound(problem), blocking_send_bound(problem)]
         assert (bounds[1] is None) == (name == "buffered")
-        least = brute_force_with_fusing(problem)
+        least = brute_force(problem, fusing=True)
         assert all(bound is None or bound.value_ns <= least for bound in bounds)
 
 

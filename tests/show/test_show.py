@@ -28,9 +28,10 @@ from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
 from zbcompile.schedule.solution import Certificate
 from zbcompile.show.baseline import one_f_one_b
-from zbcompile.show.export import export
-from zbcompile.show.lanes import Box, Window, bar_lane, memory_lane
+from zbcompile.show.export import export, fragment
+from zbcompile.show.lanes import Box, bar_lane, memory_lane
 from zbcompile.show.palette import ASCII, UNICODE
+from zbcompile.show.scale import Window
 from zbcompile.show.summary import Proof, headline, proof_line, remarks, summarize, to_json
 from zbcompile.show.timeline import Picture, View
 from zbcompile.show.units import format_bytes, ticks, time_unit
@@ -150,9 +151,9 @@ def test_every_cell_shows_what_fills_most_of_it(parts: list[tuple[int, int]], co
 
 
 def test_colour_splits_a_cell_by_eighths() -> None:
-    forward, backward = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD_INPUT, 0, 0)
-    lane = bar_lane([Box(forward, 0, 3), Box(backward, 3, 8)], Window(0, 8, 1), UNICODE, colour=True)
-    assert lane.plain == "▍"
+    forward, backward = Action(Kind.FORWARD, 0, 100), Action(Kind.BACKWARD_INPUT, 0, 100)
+    lane = bar_lane([Box(forward, 0, 3), Box(backward, 3, 16)], Window(0, 16, 2), UNICODE, colour=True)
+    assert lane.plain == "▍ "
     lane = bar_lane([Box(forward, 4, 8)], Window(0, 8, 1), UNICODE, colour=True)
     assert lane.plain == "▌"
     assert lane.spans[0].style.reverse
@@ -270,18 +271,18 @@ def test_ticks_are_round_inside_and_not_too_many(first: int, length: int, most: 
         assert str(step).rstrip("0") in ("1", "2", "5")
 
 
-@pytest.mark.parametrize("kind", ["svg", "html"])
-def test_exports_are_coloured_stable_and_fetch_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = export(Picture(summarize(example())), kind, 100)
+@pytest.mark.parametrize("drawn_by", [export, fragment])
+def test_exports_are_coloured_stable_and_fetch_nothing(drawn_by, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = drawn_by(Picture(summarize(example())), 100)
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "20")
-    assert export(Picture(summarize(example())), kind, 100) == first
+    assert drawn_by(Picture(summarize(example())), 100) == first
     assert "#4a9ede" in first
     assert "shorter" in first
     assert not re.search(r"url\((?!#)|<script|@font-face|href", first)
 
 
 def test_an_svg_is_well_formed() -> None:
-    root = ElementTree.fromstring(export(Picture(summarize(example())), "svg", 80))
+    root = ElementTree.fromstring(export(Picture(summarize(example())), 80))
     assert root.tag.endswith("svg")
     assert "rank" in "".join(root.itertext())

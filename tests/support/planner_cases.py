@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections import Counter
-from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 
 from tests.support.memory_oracle import fits_by_hand
 from tests.support.places import DATA
-from zbcompile.planner.core.instance import KINDS, B, Codes, F, Instance, W
+from zbcompile.planner.core.instance import BW, KINDS, B, Codes, F, Instance, W, numbered
 from zbcompile.planner.core.score import value_of
 from zbcompile.planner.core.scorer import Scorer
+from zbcompile.planner.core.times import Clock
 from zbcompile.planner.exact.model import solve_exact
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Placement
@@ -67,48 +66,55 @@ def random_problem(
 
 
 @cache
-def rank_orders(stages: tuple[int, ...], microbatches: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Every order of one rank in which F(i) precedes B(i) precedes W(i) for each of its stages."""
-    total = 3 * microbatches * len(stages)
+def rank_orders(
+    stages: tuple[int, ...], microbatches: int, fusing: bool = False
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Every order of one rank in which F(i) precedes B(i) precedes W(i), or F(i) BW(i), for each stage."""
+    found = []
 
-    def extend(row: tuple[tuple[int, int], ...], count: dict[tuple[int, int], int]) -> Iterator[object]:
-        if len(row) == total:
-            yield row
+    def extend(row: tuple[tuple[int, int], ...], count: dict[tuple[int, int], int]) -> None:
+        if all(count[F, s] == count[B, s] == microbatches and not count[W, s] for s in stages):
+            found.append(row)
             return
         for s in stages:
-            for kind in (F, B, W):
-                done = count.get((kind, s), 0)
-                if done == microbatches or (kind != F and count.get((kind - 1, s), 0) <= done):
-                    continue
-                yield from extend((*row, (kind, s)), {**count, (kind, s): done + 1})
+            if count[F, s] < microbatches:
+                extend((*row, (F, s)), {**count, (F, s): count[F, s] + 1})
+            if count[B, s] < count[F, s]:
+                done = {**count, (B, s): count[B, s] + 1}
+                extend((*row, (B, s)), {**done, (W, s): count[W, s] + 1})
+                if fusing:
+                    extend((*row, (BW, s)), done)
+            if count[W, s]:  # of these W's wait
+                extend((*row, (W, s)), {**count, (W, s): count[W, s] - 1})
 
-    return tuple(extend((), {}))  # type: ignore[arg-type]
-
-
-@cache
-def _numbered(row: tuple[tuple[int, int], ...]) -> tuple[Action, ...]:
-    """The actions of a row: the k-th of each kind and stage is that of microbatch k."""
-    seen: Counter[tuple[int, int]] = Counter()
-    actions = []
-    for kind, s in row:
-        actions.append(Action(KINDS[kind], s, seen[kind, s]))
-        seen[kind, s] += 1
-    return tuple(actions)
+    extend((), {(kind, s): 0 for kind in (F, B, W) for s in stages})
+    return tuple(found)
 
 
-def brute_force(problem: Problem) -> int:
-    """Least value over every order of every rank that fits, by hand, and does not deadlock."""
-    instance = Instance.of(problem)
+def brute_force(problem: Problem, *, fusing: bool = False) -> int:
+    """Least value over every order of every rank that fits, by hand, and does not deadlock.
+
+    Where sends hold their rank, it is timed by the clock that lowers it (equal to `simulate` by test).
+    """
+    instance, value = Instance.of(problem), partial(value_of, Instance.of(problem))
+    if problem.sends.holds_rank:
+        value = Clock.of(problem).value
     alone = [
         [
             list(row)
-            for row in rank_orders(stages, problem.num_microbatches)
+            for row in rank_orders(stages, problem.num_microbatches, fusing)
             if fits_by_hand(problem, rank, _numbered(row))
         ]
         for rank, stages in enumerate(instance.stages_of)
     ]
-    values = (value_of(instance, list(rows)) for rows in itertools.product(*alone))
+    values = (value(list(rows)) for rows in itertools.product(*alone))
     return min(value for value in values if value is not None)
+
+
+@cache
+def _numbered(row: tuple[tuple[int, int], ...]) -> tuple[Action, ...]:
+    """The actions of a row."""
+    return tuple(Action(KINDS[kind], s, i) for kind, s, i in numbered([row])[0])
 
 
 def exact_value(problem: Problem) -> int:

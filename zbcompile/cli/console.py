@@ -10,10 +10,17 @@ from rich.console import Console, ConsoleDimensions, RenderableType
 from zbcompile.cli.shared_options import MAX_COLUMNS
 from zbcompile.formats.streams import check_output, say, talk, write_output
 
-__all__ = ["bounded_width", "draw"]
+__all__ = ["bounded_width", "draw", "screen_lines"]
 
 _LINES = 25
-"""Height of the console; nothing that we draw depends on it."""
+"""Height of the console; rich draws nothing of ours to it."""
+
+
+def screen_lines() -> int | None:
+    """Return how many lines the terminal on standard output shows above its prompt; None without one."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return None
+    return Console(file=sys.stdout, _environ=_environment()).height - 1
 
 
 def draw(

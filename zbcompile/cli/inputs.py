@@ -19,6 +19,7 @@ from zbcompile.schedule.ir import PLACEMENTS, Placement
 from zbcompile.schedule.limits import MAX_AMOUNT, check_plannable
 from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.speeds import speeds_of
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -31,6 +32,7 @@ __all__ = [
     "parse_bytes",
     "parse_caps",
     "parse_placement",
+    "parse_speeds",
     "parse_time",
     "where_of",
 ]
@@ -171,6 +173,27 @@ def parse_placement(text: str, num_stages: int) -> Placement:
     return problem_json.named_placement(text, num_stages)
 
 
+def parse_speeds(text: str | None, num_ranks: int) -> tuple[int, ...]:
+    """Read the speeds of ``--rank-speeds``, in millionths; empty where all are as profiled.
+
+    Raises
+    ------
+    UsageError
+        A word is no positive number, or there is not one per rank.
+    """
+    if text is None:
+        return ()
+    speeds = []
+    for rank, word in enumerate(text.split(",")):
+        try:
+            speeds.append(float(word))
+        except ValueError:
+            raise UsageError(
+                f"--rank-speeds: {word[:40]!r} is no number", where=f"rank {rank}", fix="write 1,1,0.5,1"
+            ) from None
+    return speeds_of(speeds, num_ranks)
+
+
 def check_directory() -> None:
     """Refuse to run where the working directory is gone: torch's libraries end the process there.
 
@@ -248,7 +271,8 @@ def _asked_placement(arguments: argparse.Namespace, file: ProfileFile) -> Placem
         from zbcompile.planner.placements import contiguous
 
         own = file.placement.num_ranks if file.placement is not None else stages
-        return contiguous(Problem.of(file.profile), ranks or own)
+        speeds = parse_speeds(getattr(arguments, "rank_speeds", None), ranks or own)
+        return contiguous(Problem.of(file.profile), ranks or own, speeds)
     if text is None:
         return None
     placement = parse_placement(text, stages)

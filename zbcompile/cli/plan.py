@@ -9,14 +9,16 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from zbcompile.cli.inputs import load_problem
-from zbcompile.cli.shared_options import add_output, add_problem_options, add_search_options, words
+from zbcompile.cli.cut_inputs import load_cut_problems
+from zbcompile.cli.inputs import load_problem, parse_speeds
+from zbcompile.cli.shared_options import add_output, add_problem_options, add_search_options, positive, words
 from zbcompile.compiler.lower import lower
 from zbcompile.formats import schedule_json
 from zbcompile.formats.streams import rewrite_line, say
-from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
-from zbcompile.show.summary import gradients_line, headline, origin_words, proof_line, summarize
+from zbcompile.schedule.speeds import on_ranks
+from zbcompile.show.head import split_words
+from zbcompile.show.summary import cuts_line, gradients_line, headline, origin_words, proof_line, summarize
 from zbcompile.show.units import time_unit
 
 if TYPE_CHECKING:
@@ -29,6 +31,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.epilog = "Options win over what the profile file says."
     add_problem_options(parser)
+    parser.add_argument(
+        "--stages",
+        type=positive,
+        metavar="N",
+        help="join the profile's stages, as pieces, into N: the cuts are chosen with the order",
+    )
+    parser.add_argument(
+        "--rank-speeds",
+        type=words,
+        metavar="S,S,...",
+        help="speed of every rank, 1 for that of the profile: 1,1,0.5,1",
+    )
     add_search_options(parser, 10.0, "seconds (10)")
     parser.add_argument("--fuse", choices=("auto", "never", "always"), default="auto", help="fused BW (auto)")
     parser.add_argument(
@@ -78,10 +92,9 @@ class _Reporter:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan a profile and write the order; after an interrupt write the best so far and return 130."""
-    problem = load_problem(arguments)
     reporter = _Reporter(quiet=arguments.quiet)
     try:
-        solution = _found(problem, arguments, reporter)
+        solution = _found(arguments, reporter)
     finally:
         reporter.close()
     try:
@@ -92,20 +105,31 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.output.write(schedule_json.dumps(plan.solution))
     if not arguments.quiet:
         summary = summarize(schedule_json.ScheduleFile.of(plan.solution), plan.timeline)
-        for line in (headline(summary), proof_line(summary), origin_words(summary), gradients_line(summary)):
+        for line in (
+            headline(summary),
+            proof_line(summary),
+            cuts_line(summary),
+            origin_words(summary),
+            split_words(plan.solution.schedule),
+            gradients_line(summary),
+        ):
             if line:
                 say(line)
     return 130 if reporter.interrupted else 0
 
 
-def _found(problem: Problem, arguments: argparse.Namespace, reporter: _Reporter) -> Solution:
-    """Plan for one placement, or with ``--placement auto`` for all that fit and keep the best."""
+def _found(arguments: argparse.Namespace, reporter: _Reporter) -> Solution:
+    """Plan for one placement, or with ``--placement auto`` for all that fit; ``--stages`` cuts as well."""
     from zbcompile.planner.placements import plan_auto
     from zbcompile.planner.plan import plan
 
+    if arguments.stages is not None:
+        return _cut_and_planned(arguments, reporter)
+    problem = load_problem(arguments)
+    speeds = parse_speeds(arguments.rank_speeds, problem.num_ranks)
     if arguments.placement != "auto":
         return plan(
-            problem,
+            problem.with_(profile=on_ranks(problem.profile, problem.placement, speeds)),
             time_limit_s=arguments.time_limit,
             seed=arguments.seed,
             observer=reporter,
@@ -119,9 +143,29 @@ def _found(problem: Problem, arguments: argparse.Namespace, reporter: _Reporter)
         observer=reporter,
         fuse=arguments.fuse,
         without=arguments.without,
+        speeds=speeds,
     )
     reporter.close()
     if not arguments.quiet:
         for tried in result.tried:
             say(tried)
     return result.solution
+
+
+def _cut_and_planned(arguments: argparse.Namespace, reporter: _Reporter) -> Solution:
+    """Choose the cuts with the order, for every placement that is asked for, and keep the best."""
+    from zbcompile.planner.cuts import plan_cuts
+
+    tasks = load_cut_problems(arguments)
+    found = [
+        plan_cuts(
+            task,
+            time_limit_s=arguments.time_limit / len(tasks),
+            seed=arguments.seed,
+            observer=reporter,
+            fuse=arguments.fuse,
+            without=arguments.without,
+        )
+        for task in tasks
+    ]
+    return min(found, key=lambda solution: solution.certificate.value_ns)

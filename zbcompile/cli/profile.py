@@ -6,6 +6,7 @@ torch is imported when the command runs.
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from zbcompile.cli.inputs import check_directory
 from zbcompile.cli.shared_options import add_output, positive, words
@@ -24,7 +25,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "(model, example) or (model, example, loss_fn, target); example is a tuple of args or a dict."
     )
     parser.add_argument("factory", type=words, help="where the model comes from: package.module:function")
-    parser.add_argument("--stages", type=positive, required=True, metavar="N", help="number of stages")
+    parts = parser.add_mutually_exclusive_group(required=True)
+    parts.add_argument("--stages", type=positive, metavar="N", help="number of stages")
+    parts.add_argument(
+        "--pieces",
+        type=positive,
+        metavar="N",
+        help="at most N small pieces in place of stages, which `zbcompile plan --stages` joins",
+    )
     parser.add_argument(
         "--device",
         type=words,
@@ -41,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     check_directory()
     from zbcompile.cli import factory
-    from zbcompile.compiler.stages import build_stages
+    from zbcompile.compiler.stages import build_pieces, build_stages
     from zbcompile.passes.profile.counted import counted_profile
     from zbcompile.passes.profile.measure import measure
     from zbcompile.passes.split.rewrites import skipped_from_environment
@@ -49,18 +57,20 @@ def run(arguments: argparse.Namespace) -> int:
     device = None if arguments.device is None else device_named(arguments.device)
     build = factory.build if device is None else factory.build_without_weights
     made = build(arguments.factory)
-    staged = build_stages(
-        made.model,
-        arguments.stages,
-        made.args,
-        made.kwargs,
-        target=None if made.loss_fn is None else made.target,
-        loss_fn=made.loss_fn,
-        verify=None if device is None else False,
-        planned_for=device,
-        skip=skipped_from_environment(),
-        num_microbatches=arguments.microbatches,
-    )
+    asked: dict[str, Any] = {
+        "target": None if made.loss_fn is None else made.target,
+        "loss_fn": made.loss_fn,
+        "verify": None if device is None else False,
+        "planned_for": device,
+        "skip": skipped_from_environment(),
+    }
+    if arguments.pieces is not None:
+        staged = build_pieces(made.model, arguments.pieces, made.args, made.kwargs, **asked)
+    else:
+        count = arguments.microbatches
+        staged = build_stages(
+            made.model, arguments.stages, made.args, made.kwargs, num_microbatches=count, **asked
+        )
     for report in staged.reports:
         say(report)
     if device is None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zbcompile.compiler.batch_dimension import check_batch_dimension
 from zbcompile.compiler.call_form import CallForm
+from zbcompile.compiler.cut_choice import CutChoice, cut_choice
 from zbcompile.compiler.free_model import free_others, without_tensors
 from zbcompile.compiler.load import make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan, lower
@@ -152,6 +153,7 @@ def first_form(
         before_calls=lambda staged: require_one_plan(staged, group, planners),
         rank_each=alone,
         observer=observer,
+        choose=cut_choice(options, num_ranks, call.num_microbatches, observer),
     )
     if options.verify is not False and cheap_to_verify(options.model):
         check_batch_dimension(options.model, call.signature, batch, call.num_microbatches, options.joined_dim)
@@ -202,6 +204,7 @@ def further_form(
         placement=first.plan.schedule.placement,
         num_microbatches=None,
         microbatch_costs=options.costs_of(call.num_microbatches),
+        rank_speeds=(),  # the first form's costs are those of its ranks
         time_limit_s=min(options.time_limit_s, _AT_ONCE_S),
     )
     cache = PlanCache(quick, first.plan.schedule.num_ranks, call)
@@ -262,6 +265,7 @@ def _stages(
     before_calls: Callable[[StagedModel], None] | None = None,
     rank_each: bool = False,
     observer: Observer = quiet,
+    choose: CutChoice | None = None,
 ) -> StagedModel:
     """Capture, cut and split the model; with ``rank_each`` every stage has a rank of its own."""
     one = call.example
@@ -285,6 +289,7 @@ def _stages(
         before_calls=before_calls,
         skip=options.skip,
         observer=observer,
+        choose=choose,
     )
 
 

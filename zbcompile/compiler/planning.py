@@ -25,6 +25,7 @@ from zbcompile.schedule.devices import Device
 from zbcompile.schedule.ir import Kind, Placement, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
+from zbcompile.schedule.speeds import on_ranks, relative
 
 __all__ = ["keep_order_of_changes", "plan_for_all", "profile_and_plan", "solve"]
 
@@ -128,6 +129,8 @@ def solve(options: CompileOptions, profile: Profile, num_ranks: int, num_microba
         kept_gradients=options.kept_gradients,
         microbatch_costs=options.costs_of(num_microbatches),
     )
+    speeds = options.rank_speeds if options.profile is not None else relative(options.rank_speeds)
+    problem = problem.with_(profile=on_ranks(profile, problem.placement, speeds if placement else ()))
     if given is not None:
         if options.solution is not None and options.solution.problem == problem:
             return options.solution
@@ -139,7 +142,8 @@ def solve(options: CompileOptions, profile: Profile, num_ranks: int, num_microba
 
     try:
         if placement is None:
-            return plan_auto(problem, time_limit_s=options.time_limit_s, seed=options.seed).solution
+            found = plan_auto(problem, time_limit_s=options.time_limit_s, seed=options.seed, speeds=speeds)
+            return found.solution
         return plan(problem, time_limit_s=options.time_limit_s, seed=options.seed)
     except InfeasibleError as error:
         raise _less_memory(error, options) from error

@@ -15,8 +15,10 @@ from zbcompile.passes.capture.capture import capture
 from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.constant_masks import fold_constant_masks
 from zbcompile.passes.capture.with_loss import with_loss
+from zbcompile.passes.partition.cut_points import CutPoint
+from zbcompile.passes.partition.cuts import piece_cuts
 from zbcompile.passes.partition.homes import SameHomes
-from zbcompile.passes.partition.partition import Policy, StageSource, partition
+from zbcompile.passes.partition.partition import Policy, StageSource, legal_cuts, partition
 from zbcompile.passes.split.backends import check_backend, with_backend
 from zbcompile.passes.split.rewrites import FOLD_MASKS, check_known
 from zbcompile.passes.split.split_backward import Recompute, split_backward
@@ -26,7 +28,7 @@ from zbcompile.passes.verify.verify import cheap_to_verify
 from zbcompile.passes.verify.verify import verify as compare_with_model
 from zbcompile.schedule.devices import Device
 
-__all__ = ["build_stages", "captured_with_loss", "split_into_stages"]
+__all__ = ["build_pieces", "build_stages", "captured_with_loss", "split_into_stages"]
 
 
 def build_stages(
@@ -51,6 +53,7 @@ def build_stages(
     before_calls: Callable[[StagedModel], None] | None = None,
     skip: Collection[str] = (),
     observer: Observer = quiet,
+    choose: Callable[[Captured], Sequence[CutPoint] | None] | None = None,
 ) -> StagedModel:
     """Capture a model on one example microbatch, cut it, and split the backward of every stage.
 
@@ -89,6 +92,8 @@ def build_stages(
     observer
         Called after each step; within ``split_backward``, by the name ``split_backward.joint`` and with a
         `JointStep`, after each rewrite of a joint graph.
+    choose
+        Returns the cuts of the captured model, of any number (`compiler.cut_choice`), or None.
 
     Returns
     -------
@@ -116,6 +121,8 @@ def build_stages(
     if FOLD_MASKS not in skip:
         fold_constant_masks(captured)
     observer("fold_constant_masks", captured)
+    if choose is not None and homes is None and (cuts := choose(captured)) is not None:
+        num_stages, split_points = len(cuts) + 1, lambda legal, count: cuts
     staged = split_into_stages(
         captured,
         num_stages,
@@ -135,6 +142,23 @@ def build_stages(
         report = compare_with_model(model, staged, args, kwargs, target, loss_fn)
         observer("verify", report)
     return staged
+
+
+def build_pieces(
+    model: nn.Module,
+    most: int,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    planned_for: Device | None = None,
+    **asked: Any,
+) -> StagedModel:
+    """Do as `build_stages`, with small pieces in place of stages: at most ``most`` (see `piece_cuts`)."""
+
+    def choose(captured: Captured) -> Sequence[CutPoint]:
+        return piece_cuts(legal_cuts(captured, planned_for), most)
+
+    return build_stages(model, 1, args, kwargs, planned_for=planned_for, choose=choose, **asked)
 
 
 def captured_with_loss(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.measured_json import Measured
 from zbcompile.schedule.ir import Action, Kind
+from zbcompile.schedule.messages import Message, messages_of
 from zbcompile.schedule.simulate import Timeline
 
 __all__ = ["dumps", "dumps_measured"]
 
 _COMPUTE, _SEND, _RECEIVE = 0, 1, 2
+_Spans = dict[Action, tuple[int, int, int]]
+"""Rank, start and end in ns of every action."""
 _LANES = ((_COMPUTE, "compute"), (_SEND, "send"), (_RECEIVE, "receive"))
 
 
@@ -19,14 +22,18 @@ def dumps(timeline: Timeline) -> str:
     """Return the text of a planned timeline as a trace.
 
     Each rank is a process with a lane for compute, one for sends, one for receives, and a counter of bytes
-    held. Times are in microseconds, as the format wants; memory is that of `zbcompile.schedule.simulate`.
+    held. An arrow leads from every send to its receive; where the order has none, from the action that makes
+    the message to the one that uses it. Times are in microseconds, as the format wants; memory is that of
+    `zbcompile.schedule.simulate`.
     """
     events: list[object] = []
+    spans: _Spans = {}
     for rank, row in enumerate(timeline.schedule.order):
         events += _names(rank)
         for k, action in enumerate(row):
             start, end = timeline.start[rank][k], timeline.end[rank][k]
             events.append(_event(rank, action, start, end))
+            spans[action] = (rank, start, end)
             if action.kind.is_compute:
                 at = start if action.kind is Kind.FORWARD else end
                 events.append(
@@ -38,16 +45,51 @@ def dumps(timeline: Timeline) -> str:
                         "args": {"bytes": timeline.memory[rank][k]},
                     }
                 )
+    messages = (message for _, message in messages_of(timeline.problem))
+    events += _arrows(messages, spans)
     return format_json({"displayTimeUnit": "ms", "traceEvents": events})
 
 
 def dumps_measured(measured: Measured) -> str:
-    """Return the text of a measured step as a trace, with the same lanes."""
+    """Return the text of a measured step as a trace, with the same lanes and arrows."""
     events: list[object] = []
+    spans: _Spans = {}
     for rank, row in enumerate(measured.ranks):
         events += _names(rank)
         events += [_event(rank, action, start, end) for action, start, end in row]
+        spans.update({action: (rank, start, end) for action, start, end in row})
+    events += _arrows((Message.of(action) for action in spans if action.kind.is_send), spans)
     return format_json({"displayTimeUnit": "ms", "traceEvents": events})
+
+
+def _arrows(messages: Iterable[Message], spans: _Spans) -> Iterator[object]:
+    """Yield the two ends of every message, where both are there. Each lies inside its span."""
+    for number, message in enumerate(messages):
+        for phase, action in zip("sf", _ends(message, spans), strict=False):
+            rank, start, end = spans[action]
+            at = start if (phase == "f") == action.kind.is_compute else max(start, end - 1)
+            yield {
+                "name": "gradient" if message.backward else "activation",
+                "cat": "message",
+                "ph": phase,
+                "id": number,
+                "pid": rank,
+                "tid": _lane(action),
+                "ts": at / 1000,
+                **({"bp": "e"} if phase == "f" else {}),
+            }
+
+
+def _ends(message: Message, spans: _Spans) -> tuple[Action, ...]:
+    """Return the send and the receive of a message, else what makes and what uses it; none if one lacks."""
+    if message.send in spans and message.recv in spans:
+        return message.send, message.recv
+    kinds = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD) if message.backward else (Kind.FORWARD,)
+    found = []
+    for stage in (message.source, message.target):
+        actions = [Action(kind, stage, message.microbatch) for kind in kinds]
+        found += [action for action in actions if action in spans][:1]
+    return tuple(found) if len(found) == 2 else ()
 
 
 def _names(rank: int) -> Iterator[object]:
@@ -56,8 +98,11 @@ def _names(rank: int) -> Iterator[object]:
         yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}
 
 
+def _lane(action: Action) -> int:
+    return _COMPUTE if action.kind.is_compute else _SEND if action.kind.is_send else _RECEIVE
+
+
 def _event(rank: int, action: Action, start_ns: int, end_ns: int) -> dict[str, object]:
-    lane = _COMPUTE if action.kind.is_compute else _SEND if action.kind.is_send else _RECEIVE
     arguments: dict[str, object] = {"stage": action.stage, "microbatch": action.microbatch}
     if action.peer is not None:
         arguments["peer stage"] = action.peer
@@ -66,7 +111,7 @@ def _event(rank: int, action: Action, start_ns: int, end_ns: int) -> dict[str, o
         "cat": action.kind.value,
         "ph": "X",
         "pid": rank,
-        "tid": lane,
+        "tid": _lane(action),
         "ts": start_ns / 1000,
         "dur": (end_ns - start_ns) / 1000,
         "args": arguments,

@@ -36,6 +36,7 @@ from zbcompile.formats.shapes import (
     row_schema,
 )
 from zbcompile.schedule.costs import Profile
+from zbcompile.schedule.cuts import Cuts
 from zbcompile.schedule.ir import MAX_COUNT, Action, Kind, Placement, Schedule
 from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS, Problem
 from zbcompile.schedule.solution import Certificate, Solution
@@ -66,6 +67,8 @@ class ScheduleFile:
         How the order was found, for people.
     offered
         The profile with all its variants, from which ``variants`` chooses; None where no stage offers any.
+    cuts
+        The pieces that the stages were cut out of; None where the cuts were not chosen with the order.
     """
 
     schedule: Schedule
@@ -74,6 +77,7 @@ class ScheduleFile:
     variants: tuple[int, ...] = ()
     origin: str = ""
     offered: Profile | None = None
+    cuts: Cuts | None = None
 
     @staticmethod
     def of(solution: Solution) -> ScheduleFile:
@@ -85,6 +89,7 @@ class ScheduleFile:
             solution.variants,
             solution.origin,
             solution.offered,
+            solution.cuts,
         )
 
     def solution(self) -> Solution:
@@ -101,7 +106,7 @@ class ScheduleFile:
                 fix="plan it with `zbcompile plan PROFILE.json`",
             )
         return Solution(
-            self.problem, self.schedule, self.certificate, self.variants, self.origin, self.offered
+            self.problem, self.schedule, self.certificate, self.variants, self.origin, self.offered, self.cuts
         )
 
 
@@ -168,6 +173,24 @@ CERTIFICATE = Record(
 )
 
 
+_CUTS = Record(
+    Cuts,
+    (
+        Field("pieces", PROFILE, "what the pieces cost; its stages are the pieces"),
+        Field("sizes", ListOf(Whole(1, MAX_STAGES), MAX_STAGES, least=1), "pieces of every stage, in order"),
+        Field(
+            "speeds",
+            ListOf(Whole(1, MAX_COUNT * 1000), MAX_STAGES),
+            "per rank in millionths of the speed that the pieces' times are for; left out: all as profiled",
+            default=(),
+            brief=True,
+        ),
+    ),
+    "how the stages were cut out of pieces",
+    name="cuts",
+)
+
+
 def _parts(content: ScheduleFile) -> Mapping[str, Any]:
     """Return the fields of a file that its contents fill."""
     schedule, problem = content.schedule, content.problem
@@ -190,6 +213,7 @@ def _parts(content: ScheduleFile) -> Mapping[str, Any]:
         "microbatch_costs": problem.microbatch_costs,
         "variants": content.variants,
         "profile": _written_profile(content, problem),
+        "cuts": content.cuts,
     }
 
 
@@ -224,6 +248,7 @@ FILE = Document(
                 default=None,
                 null=True,
             ),
+            Field("cuts", _CUTS, "where the cuts were chosen with the order", default=None, brief=True),
             Field("order", _Order(), "what each rank does, first to last"),
         ),
         "An order of actions per rank. Times are not stored: they follow from the profile.",
@@ -268,7 +293,22 @@ def loads(text: str, where: str = "schedule") -> ScheduleFile:
         offered = problem.profile
         chosen = variants or (0,) * placement.num_stages
         problem = problem.with_(profile=guarded(lambda: offered.choose(chosen), place))
-    return ScheduleFile(schedule, problem, certificate, variants, values["origin"], offered)
+    cuts = values["cuts"]
+    if cuts is not None:
+        _check_cuts(cuts, problem, at(where, "cuts"))
+    return ScheduleFile(schedule, problem, certificate, variants, values["origin"], offered, cuts)
+
+
+def _check_cuts(cuts: Cuts, problem: Problem | None, where: str) -> None:
+    """Refuse cuts that do not make the stages of the problem's profile."""
+    stages = 0 if problem is None else problem.num_stages
+    if problem is None or len(cuts.sizes) != stages:
+        raise FormatError(
+            "one size per stage of a profile", where=where, needed=stages, given=len(cuts.sizes)
+        )
+    check_amount(cuts.pieces, problem.num_microbatches, at(where, "pieces"))
+    if guarded(lambda: cuts.profile(problem.placement), where) != problem.profile:
+        raise FormatError("the profile is not what the cuts make of the pieces", where=where)
 
 
 def _written_profile(content: ScheduleFile, problem: Problem) -> Profile:

@@ -43,6 +43,8 @@ class Comparison:
         No order at that memory is shorter.
     lineage
         How our order there came to be.
+    split
+        How many backwards of the order are split, and how many there are.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Comparison:
     ours_ns: int
     bound_ns: int
     lineage: tuple[str, ...] = ()
+    split: tuple[int, int] = (0, 0)
 
     @property
     def value_ns(self) -> int:
@@ -128,6 +131,7 @@ def compare(problem: Problem, *, seconds_per_row: float = 2.0, seed: int = 0) ->
             own.certificate.value_ns,
             own.certificate.bound_ns,
             own.certificate.lineage,
+            own.schedule.split_backwards,
         )
     ]
     for placement in placements(problem):
@@ -146,7 +150,6 @@ def _published(problem: Problem, seconds: float, seed: int) -> Iterator[Comparis
             ours = plan(same, time_limit_s=seconds, seed=seed).certificate
         except InfeasibleError:
             continue
-        better, lineage = min((ours.value_ns, ours.lineage), (timeline.value_ns, (f"classic {name}",)))
         yield Comparison(
             name,
             problem.placement.name,
@@ -156,9 +159,10 @@ def _published(problem: Problem, seconds: float, seed: int) -> Iterator[Comparis
             timeline.bubble(),
             peaks,
             all(cap is None or peak <= cap for peak, cap in zip(peaks, problem.caps, strict=True)),
-            better,
+            ours.value_ns,
             ours.bound_ns,
-            lineage,
+            ours.lineage,
+            schedule.split_backwards,
         )
 
 

@@ -7,6 +7,7 @@ from zbcompile.schedule.check import checked_times
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.limits import check_amounts
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.renumber import Numbering
 from zbcompile.schedule.solution import Certificate, Solution
 
 __all__ = ["rated"]
@@ -25,8 +26,8 @@ def rated(schedule: Schedule, problem: Problem) -> Solution:
     for profile in problem.profiles():
         check_amounts(profile, problem.num_microbatches)
     value = checked_times(schedule, problem).value_ns
-    bound = best_bound(problem)
-    certificate = Certificate(
-        problem.objective, value, min(bound.value_ns, value), bound.method, bound.witness
-    )
+    numbering = Numbering.by_first_stage(problem.placement)
+    bound = best_bound(numbering.of_problem(problem))
+    witness = numbering.back().of_witness(bound.witness)
+    certificate = Certificate(problem.objective, value, bound.value_ns, bound.method, witness)
     return Solution(problem, schedule, certificate, (0,) * problem.num_stages, "imported")

@@ -7,6 +7,7 @@ is no better than an order already found is settled without a search.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.limits import check_plannable, check_seed
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
+from zbcompile.schedule.speeds import on_ranks
 
 __all__ = ["AutoResult", "Tried", "contiguous", "placements_for", "plan_auto"]
 
@@ -79,8 +81,11 @@ class AutoResult:
         return min(t.bound_ns for t in self.tried if t.bound_ns is not None)
 
 
-def contiguous(problem: Problem, ranks: int) -> Placement:
-    """Return the placement of neighbouring stages with the busiest rank's work as small as possible."""
+def contiguous(problem: Problem, ranks: int, speeds: Sequence[int] = ()) -> Placement:
+    """Return the placement of neighbouring stages with the busiest rank's work as small as possible.
+
+    ``speeds`` of the ranks in millionths; empty: all alike.
+    """
     profile = problem.profile
     work = [
         min(stage.backward_input_ns + stage.backward_weight_ns, stage.full_backward_ns) + stage.forward_ns
@@ -88,14 +93,15 @@ def contiguous(problem: Problem, ranks: int) -> Placement:
     ]
     total = [0, *itertools.accumulate(work)]
     count = len(work)
-    if ranks * count * count > _MOST_CUTS:
+    if ranks * count * count > _MOST_CUTS and not speeds:
         return _filled(work, ranks)
-    best: list[list[tuple[int, tuple[int, ...]]]] = [[(total[k], (k,)) for k in range(count + 1)]]
+    price = [math.lcm(*speeds) // speed for speed in speeds] or [1] * ranks
+    best: list[list[tuple[int, tuple[int, ...]]]] = [[(price[0] * total[k], (k,)) for k in range(count + 1)]]
     for part in range(1, ranks):
-        row: list[tuple[int, tuple[int, ...]]] = [(total[count] + 1, ())] * (count + 1)
+        row: list[tuple[int, tuple[int, ...]]] = [(sum(price) * total[count] + 1, ())] * (count + 1)
         for end in range(part + 1, count + 1):
             row[end] = min(
-                (max(best[-1][cut][0], total[end] - total[cut]), (*best[-1][cut][1], end))
+                (max(best[-1][cut][0], price[part] * (total[end] - total[cut])), (*best[-1][cut][1], end))
                 for cut in range(part, end)
             )
         best.append(row)
@@ -128,10 +134,11 @@ def _filled(work: Sequence[int], ranks: int) -> Placement:
     return Placement(tuple(filled))
 
 
-def placements_for(problem: Problem, ranks: int) -> list[tuple[str, Placement]]:
+def placements_for(problem: Problem, ranks: int, speeds: Sequence[int] = ()) -> list[tuple[str, Placement]]:
     """Return the placements to try, named: contiguous (linear for one stage per rank), looped and V.
 
     No two are alike. Where the stages do not divide, looped and V leave some ranks with one stage fewer.
+    Where ranks differ in speed and have one stage each, also ``matched``: more work on faster ranks.
 
     Raises
     ------
@@ -145,15 +152,28 @@ def placements_for(problem: Problem, ranks: int) -> list[tuple[str, Placement]]:
         )
     per_rank = -(-stages // ranks)
     named = [
-        ("linear" if stages == ranks else "contiguous", contiguous(problem, ranks)),
+        ("linear" if stages == ranks else "contiguous", contiguous(problem, ranks, speeds)),
         ("v", Placement(Placement.v(ranks, per_rank).rank_of[:stages])),
         ("looped", Placement(Placement.looped(ranks, per_rank).rank_of[:stages])),
     ]
+    if len(set(speeds)) > 1 and stages == ranks:
+        named.append(("matched", _matched(problem, speeds)))
     result: list[tuple[str, Placement]] = []
     for name, placement in named:
         if all(placement != other for _, other in result):
             result.append((name, placement))
     return result
+
+
+def _matched(problem: Problem, speeds: Sequence[int]) -> Placement:
+    """Return the placement that gives the stage with the most work to the fastest rank, and so on."""
+    work = [stage.work_ns for stage in problem.profile.stages]
+    heavy = sorted(range(len(work)), key=lambda s: (-work[s], s))
+    fast = sorted(range(len(speeds)), key=lambda r: (-speeds[r], r))
+    rank_of = [0] * len(work)
+    for stage, rank in zip(heavy, fast, strict=True):
+        rank_of[stage] = rank
+    return Placement(tuple(rank_of))
 
 
 def plan_auto(
@@ -165,6 +185,7 @@ def plan_auto(
     fuse: str | Fusing = Fusing.AUTO,
     variants: bool = True,
     without: Collection[str] = (),
+    speeds: Sequence[int] = (),
 ) -> AutoResult:
     """Plan for every placement of the problem's stages on its ranks.
 
@@ -176,6 +197,9 @@ def plan_auto(
         What to plan for; its own placement only says how many ranks there are.
     time_limit_s, seed, observer, fuse, variants, without
         As in `zbcompile.planner.plan.plan`.
+    speeds
+        Speeds of the ranks in millionths (`zbcompile.schedule.speeds`): the problem's times are for a rank as
+        profiled, those of the solution for the ranks of its placement. Empty: all as profiled.
 
     Returns
     -------
@@ -191,8 +215,8 @@ def plan_auto(
     check_seed(seed)
     started, searched, fusing = time.monotonic(), SearchClock(), Fusing.of(fuse)
     order, tried, refused = [], [], None
-    for rank, (name, placement) in enumerate(placements_for(problem, problem.num_ranks)):
-        here = problem.with_(placement=placement)
+    for rank, (name, placement) in enumerate(placements_for(problem, problem.num_ranks, speeds)):
+        here = problem.with_(placement=placement, profile=on_ranks(problem.profile, placement, speeds))
         order.append((joint_bound(here).value_ns, rank, name, here))
     order.sort(key=lambda entry: entry[:2])
     relay = _Relay(order[0][0], observer, started)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from zbcompile.errors import UsageError
+from zbcompile.errors import InfeasibleError, UsageError
 from zbcompile.planner.core.instance import Fusing
 from zbcompile.planner.core.unequal import alike_problem
 from zbcompile.planner.incumbent import Progress
@@ -16,12 +16,13 @@ from zbcompile.planner.variants import fixed, offers_variants, plan_variants
 from zbcompile.schedule.least_memory import check_caps
 from zbcompile.schedule.limits import check_plannable, check_seed
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.renumber import Numbering
 from zbcompile.schedule.solution import Solution
 
 MOST_LEVEL = 10_000
 """Most that can be asked for: a day's worth."""
 
-__all__ = ["MOST_LEVEL", "PartRun", "Progress", "plan"]
+__all__ = ["MOST_LEVEL", "PartRun", "Progress", "plan", "quick_value"]
 
 
 def plan(
@@ -89,6 +90,24 @@ def plan(
     if level is not None and not 1 <= level <= MOST_LEVEL:
         raise UsageError("unknown level of effort", needed=f"1 to {MOST_LEVEL}", given=level)
     options = Options(seed, Fusing.of(fuse), names_to_leave_out(without), trace, level)
+    numbering = Numbering.by_first_stage(problem.placement)
+    if not numbering.is_same:
+        try:
+            found = _plan(numbering.of_problem(problem), options, time_limit_s, observer, variants)
+            return numbering.back().of_solution(found)
+        except InfeasibleError:  # under any numbering: it is said of the ranks as given
+            pass
+    return _plan(problem, options, time_limit_s, observer, variants)
+
+
+def _plan(
+    problem: Problem,
+    options: Options,
+    time_limit_s: float,
+    observer: Callable[[Progress], None] | None,
+    variants: bool,
+) -> Solution:
+    """Plan a problem, with variants or without."""
     if not offers_variants(problem):
         return _plan_order(problem, options, time_limit_s, observer)
     if not variants:
@@ -97,7 +116,7 @@ def plan(
     return plan_variants(
         problem,
         lambda p, limit, tell: _plan_order(p, options, limit, tell),
-        lambda p: _quick_value(p, options),
+        lambda p: quick_value(p, options),
         time_limit_s=time_limit_s,
         observer=observer,
         fusing=options.fusing is not Fusing.NEVER,
@@ -128,12 +147,12 @@ def _plan_order(
     return run.incumbent.solution()
 
 
-def _quick_value(problem: Problem, options: Options) -> int | None:
-    """Return the value of the first orders alone, to rank assignments of variants.
+def quick_value(problem: Problem, options: Options, time_limit_s: float = 2.0) -> int | None:
+    """Return the value of the first orders alone, to rank assignments of variants and cuts.
 
     Where microbatches differ, of the problem in which they are alike.
     """
     problem = alike_problem(problem)
-    run = Run(problem, options, time_limit_s=2.0, effort=Effort.quick(problem))
+    run = Run(problem, options, time_limit_s=time_limit_s, effort=Effort.quick(problem))
     search(run, QUICK)
     return run.value

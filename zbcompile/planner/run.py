@@ -71,7 +71,7 @@ class Effort:
         """Return counts that shrink with the number of actions, so that the seconds stay in bounds."""
         actions = max(1, 3 * problem.num_stages * problem.num_microbatches)
         scale = min(1.0, 1200 / actions)
-        holding = problem.sends.holds_rank
+        holding, several = problem.sends.holds_rank, problem.num_stages > problem.num_ranks
         lists = _HOLDING_TRIES if holding else max(60, min(300, 150_000 // actions))
         return Effort(
             0 if holding else max(60, min(2000, 3_000_000 // actions)) * level,
@@ -81,7 +81,7 @@ class Effort:
             max(60, int(800 * scale * min(3, level))),
             max(500, int(8_000 * scale * level)),
             12 if actions < 6000 else 5,
-            max(200, min(1500, 400_000 // actions)) * level,
+            max(200, min(1500, 400_000 // actions)) * level * (4 if holding and several else 1),
         )
 
     @staticmethod

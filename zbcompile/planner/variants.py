@@ -25,7 +25,7 @@ from zbcompile.schedule.memory import uses_of
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Certificate, Solution
 
-__all__ = ["cheapest", "fixed", "joint_bound", "offers_variants", "plan_variants"]
+__all__ = ["Relay", "bound_of", "cheapest", "fixed", "joint_bound", "offers_variants", "plan_variants"]
 
 Assignment = tuple[int, ...]
 """The variant of every stage, 0 for the stage as it is."""
@@ -221,7 +221,7 @@ class _Ranking:
         return [assignment for value, assignment in known[:_FINALISTS] if value <= 1.02 * known[0][0]]
 
 
-class _Relay:
+class Relay:
     """Progress over all assignments: the best value of any, the joint bound; knows of an interrupt."""
 
     def __init__(self, observer: Callable[[Progress], None] | None, time_limit_s: float) -> None:
@@ -277,7 +277,7 @@ def plan_variants(
     InfeasibleError
         No assignment fits under the caps.
     """
-    relay = _Relay(observer, time_limit_s)
+    relay = Relay(observer, time_limit_s)
     bound = joint_bound(problem)
     relay.bound = bound.value_ns
     finalists = _rank(problem, quick, bound, relay, fusing)
@@ -297,7 +297,7 @@ def _rank(
     problem: Problem,
     quick: Callable[[Problem], int | None],
     bound: Bound,
-    relay: _Relay,
+    relay: Relay,
     fusing: bool,
 ) -> list[Assignment]:
     """Return the best few assignments by quick plans, in two fifths of the time."""
@@ -338,7 +338,7 @@ def _certified(solution: Solution, assignment: Assignment, bound: Bound, offered
     certificate = Certificate(
         solution.certificate.objective,
         value,
-        min(bound.value_ns, value),
+        bound.value_ns,
         bound.method,
         bound.witness,
         solution.certificate.lineage,

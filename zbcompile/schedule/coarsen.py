@@ -1,15 +1,16 @@
-"""Coarsening: neighbouring stages joined into one per rank."""
+"""Coarsening: neighbouring stages joined into one."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zbcompile.errors import UsageError
-from zbcompile.schedule.costs import Edge, StageCost
+from zbcompile.schedule.costs import Edge, Profile, StageCost
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
 
-__all__ = ["coarsened"]
+__all__ = ["coarsened", "joined_edges", "joined_stage"]
 
 
 def coarsened(problem: Problem, placement: Placement) -> Problem:
@@ -42,12 +43,18 @@ def coarsened(problem: Problem, placement: Placement) -> Problem:
     if list(rank_of) != sorted(rank_of) or len(rank_of) != profile.num_stages:
         raise UsageError("only neighbouring stages can be joined", given=list(rank_of))
     stages = tuple(
-        _joined([profile.stages[s] for s in placement.stages_of(rank)], profile.overhead_ns)
+        joined_stage([profile.stages[s] for s in placement.stages_of(rank)], profile.overhead_ns)
         for rank in range(placement.num_ranks)
     )
+    coarse = replace(profile, stages=stages, edges=joined_edges(profile, rank_of))
+    return problem.with_(profile=coarse, placement=Placement.linear(placement.num_ranks))
+
+
+def joined_edges(profile: Profile, part_of: Sequence[int]) -> tuple[Edge, ...]:
+    """Return the edges between parts, of which ``part_of`` names each stage's."""
     flows: dict[tuple[int, int], Edge] = {}
     for edge in profile.edges:
-        pair = rank_of[edge.source], rank_of[edge.target]
+        pair = part_of[edge.source], part_of[edge.target]
         if pair[0] == pair[1]:
             continue
         known = flows.get(pair, Edge(*pair, has_gradient=False))
@@ -57,12 +64,14 @@ def coarsened(problem: Problem, placement: Placement) -> Problem:
             known.backward_bytes + edge.backward_bytes,
             known.has_gradient or edge.has_gradient,
         )
-    coarse = replace(profile, stages=stages, edges=tuple(flows.values()))
-    return problem.with_(profile=coarse, placement=Placement.linear(placement.num_ranks))
+    return tuple(flows.values())
 
 
-def _joined(stages: list[StageCost], overhead_ns: int) -> StageCost:
-    """Return one stage that costs what several neighbours cost together."""
+def joined_stage(stages: Sequence[StageCost], overhead_ns: int = 0) -> StageCost:
+    """Return one stage that costs what several neighbours cost together.
+
+    ``overhead_ns`` is what each of its actions costs more for every stage after the first.
+    """
     if len(stages) == 1:
         return stages[0]
     total, more = StageCost.combined(stages, sum), (len(stages) - 1) * overhead_ns

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zbcompile.errors import FormatError, UsageError
+from zbcompile.schedule.notebook import Pictured
 
 __all__ = ["MAX_COUNT", "PLACEMENTS", "Action", "Kind", "Placement", "Schedule"]
 
@@ -251,7 +252,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(Pictured):
     """An order of actions for every rank.
 
     Attributes
@@ -297,6 +298,13 @@ class Schedule:
     def has_communication(self) -> bool:
         """Whether the order contains a send or a receive."""
         return any(not a.kind.is_compute for row in self.order for a in row)
+
+    @property
+    def split_backwards(self) -> tuple[int, int]:
+        """How many backwards are split into B and W, and how many there are."""
+        kinds = [a.kind for row in self.order for a in row]
+        split = kinds.count(Kind.BACKWARD_INPUT)
+        return split, split + kinds.count(Kind.FULL_BACKWARD)
 
     def check_names(self) -> None:
         """Check that there is a row per rank, and that actions name stages and microbatches that exist.

@@ -19,9 +19,11 @@ __all__ = [
     "MOST_BRANCHING_STAGES",
     "MOST_CELLS",
     "MOST_COMPARED_STAGES",
+    "MOST_PIECES",
     "MOST_SEED",
     "MOST_STAGES",
     "check_amounts",
+    "check_pieces",
     "check_plannable",
     "check_seed",
 ]
@@ -34,6 +36,9 @@ MOST_STAGES = 4096
 
 MOST_BRANCHING_STAGES = 512
 """Most stages where they branch or some edge has no gradient: bounds then look at all pairs of stages."""
+
+MOST_PIECES = 512
+"""Most pieces that stages are cut out of: bounds look at ways to take some neighbours of them."""
 
 MOST_CELLS = 1 << 15
 """Most stages times microbatches (64 and 512): one order of so many takes a second to make and to judge."""
@@ -89,6 +94,24 @@ def check_plannable(problem: Problem, where: str = "") -> None:
         )
     for profile in problem.profiles():
         check_amounts(profile, count, where)
+
+
+def check_pieces(pieces: Profile, where: str = "") -> None:
+    """Refuse more pieces than stages are cut out of.
+
+    Raises
+    ------
+    UsageError
+        Says how many there are.
+    """
+    if pieces.num_stages > MOST_PIECES:
+        raise UsageError(
+            "too many pieces to cut",
+            where=where,
+            needed=f"at most {MOST_PIECES}",
+            given=pieces.num_stages,
+            fix="join neighbouring pieces",
+        )
 
 
 def check_seed(seed: int) -> None:

@@ -72,8 +72,8 @@ class SendMode:
     def holds_rank(self) -> bool:
         """Whether a send can hold up its rank.
 
-        If not, an order is timed without its sends and receives, the compiled scorer, the exact models and
-        the longer searches serve, and a program needs send slots to bound what is on its way.
+        If not, an order is timed without its sends and receives, the compiled scorer, the crossing models
+        and the longer searches serve, and a program needs send slots to bound what is on its way.
         """
         return bool(self.awaited)
 
@@ -114,13 +114,14 @@ RENDEZVOUS = SendMode(
     settle_verb="settle_sends",
     starts_as=ASYNC,
 )
-BATCHED = SendMode(  # orders of async deadlock here, or are longer than what the same time finds otherwise
+BATCHED = SendMode(
     "batched",
     "is one exchange with the receives up to the next compute action",
     awaited=_ALL - _COMPUTE,
     waits_before=_COMPUTE,
     receive_depth=0,
     settle_verb="settle",
+    starts_as=ASYNC,
 )
 
 SEND_MODES: tuple[SendMode, ...] = (ASYNC, RENDEZVOUS, BATCHED)

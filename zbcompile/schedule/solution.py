@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from zbcompile.errors import UsageError
 from zbcompile.schedule.costs import Profile
+from zbcompile.schedule.cuts import Cuts
 from zbcompile.schedule.ir import Schedule
+from zbcompile.schedule.notebook import Pictured
 from zbcompile.schedule.problem import Objective, Problem
 
 __all__ = ["Certificate", "Solution"]
@@ -75,7 +77,7 @@ class Certificate:
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
+class Solution(Pictured):
     """An order for a problem, with its certificate.
 
     Attributes
@@ -94,6 +96,8 @@ class Solution:
     offered
         The profile that the variants were chosen from; None where the stages offered none. A bound over all
         assignments of variants cannot be checked without it.
+    cuts
+        How the stages were cut out of pieces where the cuts were chosen with the order; else None.
     """
 
     problem: Problem
@@ -102,3 +106,4 @@ class Solution:
     variants: tuple[int, ...] = ()
     origin: str = ""
     offered: Profile | None = None
+    cuts: Cuts | None = None

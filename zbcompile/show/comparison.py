@@ -22,11 +22,12 @@ def comparison_table(rows: Sequence[Comparison]) -> Group:
     """
     unit = time_unit(max(row.makespan_ns for row in rows))
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("order", no_wrap=True, min_width=21)
+    table.add_column("order", no_wrap=True, min_width=17)
     table.add_column("placement", no_wrap=True)
     for name in ("span", "makespan", "bubble", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("fits")
+    table.add_column("split", justify="right", no_wrap=True)
+    table.add_column("fits", min_width=4)
     for name in ("ours there", "shorter", "gap left"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
@@ -38,6 +39,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Group:
             unit.number(row.makespan_ns),
             percent(row.bubble),
             format_bytes(max(row.peak_bytes)),
+            str(row.split[0]),
             "yes" if row.fits else "no",
             unit.number(row.ours_ns),
             "" if row.is_ours else percent(saved),
@@ -47,6 +49,7 @@ def comparison_table(rows: Sequence[Comparison]) -> Group:
     objective = rows[0].objective
     note = (
         f"times in {unit.name}; bubble of the {objective}; peak of the fullest rank; fits: under the caps\n"
+        f"split: backwards in B and W, of {rows[0].split[1]}\n"
         f"ours there: our {objective}, every rank's cap at that order's peak; gap left: to the proved bound"
     )
     note += "".join(f"\n{row.name}: {found_by(row.lineage)}" for row in rows if row.is_ours and row.lineage)
@@ -87,6 +90,8 @@ def comparison_json(rows: Sequence[Comparison]) -> dict[str, object]:
                 "makespan_ns": row.makespan_ns,
                 "bubble": row.bubble,
                 "peak_bytes": list(row.peak_bytes),
+                "split_backwards": row.split[0],
+                "backwards": row.split[1],
                 "fits": row.fits,
                 "ours_ns": row.ours_ns,
                 "bound_ns": row.bound_ns,

@@ -1,17 +1,14 @@
-"""Writes pictures as SVG and HTML through rich. They are self-contained: no font or script is fetched."""
+"""Writes pictures as SVG, and as HTML for notebooks. They are self-contained: nothing is fetched."""
 
 from __future__ import annotations
 
 import io
-from typing import Literal
 
 from rich.console import Console
 
 from zbcompile.show.timeline import Picture
 
-__all__ = ["ExportFormat", "export"]
-
-ExportFormat = Literal["svg", "html"]
+__all__ = ["export", "fragment"]
 
 _FONTS = '"Fira Code", "DejaVu Sans Mono", "Cascadia Mono", Menlo, Consolas, monospace'
 _SVG = """\
@@ -37,27 +34,23 @@ _SVG = """\
 </g>
 </svg>
 """.replace("FONTS", _FONTS)
-_HTML = """\
-<!DOCTYPE html>
-<html>
-<head>
-<meta charset="UTF-8">
-<title>zbcompile show</title>
-<style>
-{stylesheet}
-body {{ color: {foreground}; background-color: {background}; }}
-pre {{ font-family: FONTS; line-height: 1.25; }}
-</style>
-</head>
-<body>
-<pre><code>{code}</code></pre>
-</body>
-</html>
-""".replace("FONTS", _FONTS)
+_FRAGMENT = (
+    '<pre style="font-family: FONTS; line-height: 1.25; color: #c5c8c6; background: #1b1d21; padding: 1em; '
+    'overflow-x: auto"><code style="font: inherit; color: inherit; background: none">{code}</code></pre>'
+).replace("FONTS", _FONTS.replace('"', "'"))
 
 
-def export(picture: Picture, form: ExportFormat, width: int) -> str:
-    """Return the picture as SVG or HTML, ``width`` columns wide. The same picture gives the same bytes."""
+def export(picture: Picture, width: int) -> str:
+    """Return the picture as SVG, ``width`` columns wide. The same picture gives the same bytes."""
+    return _drawn(picture, width).export_svg(title="zbcompile show", code_format=_SVG, unique_id="zbcompile")
+
+
+def fragment(picture: Picture, width: int) -> str:
+    """Return the picture as a piece of HTML with its own colours, for notebooks."""
+    return _drawn(picture, width).export_html(inline_styles=True, code_format=_FRAGMENT)
+
+
+def _drawn(picture: Picture, width: int) -> Console:
     console = Console(
         record=True,
         width=width,
@@ -69,6 +62,4 @@ def export(picture: Picture, form: ExportFormat, width: int) -> str:
         _environ={},
     )
     console.print(picture)
-    if form == "svg":
-        return console.export_svg(title="zbcompile show", code_format=_SVG, unique_id="zbcompile")
-    return console.export_html(inline_styles=True, code_format=_HTML)
+    return console

@@ -1,36 +1,54 @@
-"""Lanes: turns times into character cells, to scale. A lane is one line of text."""
+"""Lanes: turns times into character cells, to scale. A lane is one line of text, in parts of the step."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rich.style import Style
 from rich.text import Text
 
 from zbcompile.schedule.ir import Action, Kind
-from zbcompile.show.palette import BLOCKS, Glyphs, fill_of, heat, ink, paint
+from zbcompile.show.palette import Glyphs, fill_of, heat, ink, letter_of, paint
+from zbcompile.show.scale import Window
 
-__all__ = ["Box", "Transfer", "Window", "bar_lane", "memory_lane", "message_lane"]
+__all__ = ["Box", "Transfer", "bar_lane", "is_coarse", "memory_lane", "message_lane", "path_lane"]
 
 _GAP = Style(color="#7a6070", dim=True)
-_LABEL = Style(color="#101418", bold=True)
+_DARK = "#101418"
+_LABEL = Style(color=_DARK, bold=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A compute action with its times.
+    """A stretch of a rank's time: a compute action, or the time that a send holds the rank.
 
     Attributes
     ----------
-    local_stage
-        Index of the action's stage among the stages of its rank.
+    action
+        The compute action, or the send.
+    local_stage, stages
+        Index of the action's stage among the stages of its rank, and how many these are.
+    critical
+        Whether it is on the critical path.
+    dim
+        Whether it is of a microbatch that is not followed.
     """
 
     action: Action
     start_ns: int
     end_ns: int
     local_stage: int = 0
+    stages: int = 1
+    critical: bool = False
+    dim: bool = False
+
+    @property
+    def colour(self) -> str:
+        """Its colour."""
+        return paint(self.action, self.local_stage, self.stages, dim=self.dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,47 +66,31 @@ class Transfer:
     end_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The part of time that is drawn.
+def is_coarse(boxes: Sequence[Box], window: Window) -> bool:
+    """Return whether a part of the step has more actions of a rank than columns."""
+    return len(_within(boxes, window)) > window.columns
 
-    Inside a picture times are multiplied by the number of columns, so that column edges are whole numbers.
 
-    Attributes
-    ----------
-    first_ns, last_ns
-        The times at the left and right edge.
-    columns
-        Width of the picture in character cells.
-    """
-
-    first_ns: int
-    last_ns: int
-    columns: int
-
-    def scaled(self, time_ns: int) -> int:
-        """Return a time in the picture's own unit, zero at its left edge."""
-        return (time_ns - self.first_ns) * self.columns
-
-    def edge(self, column: int) -> int:
-        """Return a column's left edge in the picture's own unit."""
-        return column * (self.last_ns - self.first_ns)
-
-    def column(self, time_ns: int) -> int:
-        """Return the column that holds a time, kept inside the picture."""
-        length = max(1, self.last_ns - self.first_ns)
-        return min(self.columns - 1, max(0, (time_ns - self.first_ns) * self.columns // length))
+def _within(boxes: Sequence[Box], window: Window) -> Sequence[Box]:
+    """Return the boxes of a part of the step."""
+    first = bisect_right(boxes, window.first_ns, key=lambda box: box.end_ns)
+    return boxes[first : bisect_left(boxes, window.last_ns, lo=first, key=lambda box: box.start_ns)]
 
 
 def bar_lane(boxes: Sequence[Box], window: Window, glyphs: Glyphs, *, colour: bool) -> Text:
-    """Draw the compute actions of a rank, with idle time between them.
+    """Draw what a rank does in a part of the step, with idle time between.
+
+    Where it does more than there are columns, the columns show kinds of actions in their proportion.
 
     Parameters
     ----------
     boxes
-        The actions in order of time.
+        Its stretches of time, in order of time.
     """
+    boxes = _within(boxes, window)
     cells = list(_cells(boxes, window))
+    if len(boxes) > window.columns:
+        return _proportions(cells, boxes, glyphs, colour)
     return _coloured(cells, boxes, glyphs) if colour else _plain(cells, boxes, glyphs)
 
 
@@ -123,31 +125,33 @@ def _main(cell: Cell) -> int:
     return max(cell, key=lambda part: part[1])[0] if cell else -1
 
 
-def _whole(cells: Sequence[Cell]) -> dict[int, list[int]]:
-    """Return for each box the columns that it fills by three quarters at least: its label fits there."""
+def _mostly(cells: Sequence[Cell]) -> dict[int, list[int]]:
+    """Return for each box the columns that it fills by half at least: its label fits there."""
     found: dict[int, list[int]] = {}
     for column, cell in enumerate(cells):
         index, length = max(cell, key=lambda part: part[1], default=(-1, 0))
-        if index >= 0 and 4 * length >= 3 * sum(part for _, part in cell):
+        if index >= 0 and 2 * length >= sum(part for _, part in cell):
             found.setdefault(index, []).append(column)
     return found
 
 
-def _label(action: Action, columns: int) -> str:
-    """Return what fits: letter and microbatch, or the microbatch with a space beside it, or nothing."""
-    number = str(action.microbatch)
-    if len(action.kind.letter + number) <= columns:
-        return action.kind.letter + number
-    return number if len(number) < columns else ""
+def _label(box: Box, columns: int) -> str:
+    """Return what fits beside the colour: letter and microbatch, or the microbatch, or nothing."""
+    if not box.action.kind.is_compute or box.dim:
+        return ""
+    number = str(box.action.microbatch)
+    if len(box.action.kind.letter + number) <= columns:
+        return box.action.kind.letter + number
+    return number if len(number) <= columns else ""
 
 
 def _coloured(cells: Sequence[Cell], boxes: Sequence[Box], glyphs: Glyphs) -> Text:
     letters: dict[int, tuple[str, Style]] = {}
-    for index, columns in _whole(cells).items():
-        action = boxes[index].action
-        label = _label(action, len(columns))
+    for index, columns in _mostly(cells).items():
+        box = boxes[index]
+        label = _label(box, len(columns))
         first = columns[0] + (len(columns) - len(label)) // 2
-        style = Style(bgcolor=paint(action, boxes[index].local_stage)) + _LABEL
+        style = Style(bgcolor=box.colour, underline=box.critical or None) + _LABEL
         letters.update({first + k: (letter, style) for k, letter in enumerate(label)})
     lane = Text(end="")
     for column, cell in enumerate(cells):
@@ -159,19 +163,30 @@ def _blend(cell: Cell, boxes: Sequence[Box], glyphs: Glyphs) -> tuple[str, Style
     """Draw a cell in one colour, or in the two that fill most of it, split at the nearest eighth."""
     most = sorted(sorted(range(len(cell)), key=lambda k: -cell[k][1])[:2])
     parts = [cell[k] for k in most]
-    colours = [paint(boxes[i].action, boxes[i].local_stage) if i >= 0 else None for i, _ in parts]
+    colours = [boxes[i].colour if i >= 0 else None for i, _ in parts]
     if not parts or colours == [None] or colours == [None, None]:
         return glyphs.gap, _GAP
     if len(parts) == 1 or colours[0] == colours[1]:
-        return " ", Style(bgcolor=colours[0])
+        return _filled(boxes[parts[0][0]], glyphs)
     eighth = round(8 * parts[0][1] / (parts[0][1] + parts[1][1]))
+    if not glyphs.blocks:
+        eighth = 8 if eighth >= 4 else 0
     left, right = colours
     if eighth in (0, 8):
-        chosen = right if eighth == 0 else left
-        return (" ", Style(bgcolor=chosen)) if chosen else (glyphs.gap, _GAP)
+        index = parts[1 if eighth == 0 else 0][0]
+        return _filled(boxes[index], glyphs) if index >= 0 else (glyphs.gap, _GAP)
     if left is None:
-        return BLOCKS[eighth], Style(color=right, reverse=True)
-    return BLOCKS[eighth], Style(color=left, bgcolor=right)
+        return glyphs.blocks[eighth], Style(color=right, reverse=True)
+    return glyphs.blocks[eighth], Style(color=left, bgcolor=right)
+
+
+def _filled(box: Box, glyphs: Glyphs) -> tuple[str, Style]:
+    """Draw a cell that one box fills: held time hatched, the critical path with a line along its foot."""
+    if not box.action.kind.is_compute:
+        return glyphs.held, Style(color=box.colour)
+    if box.critical:
+        return glyphs.foot, Style(color=_DARK, bgcolor=box.colour)
+    return " ", Style(bgcolor=box.colour)
 
 
 def _plain(cells: Sequence[Cell], boxes: Sequence[Box], glyphs: Glyphs) -> Text:
@@ -181,16 +196,80 @@ def _plain(cells: Sequence[Cell], boxes: Sequence[Box], glyphs: Glyphs) -> Text:
         end = column
         while end < len(owners) and owners[end] == owners[column]:
             end += 1
-        if owners[column] < 0:
-            line += glyphs.gap * (end - column)
-        else:
-            action = boxes[owners[column]].action
-            label = f"{action.kind.letter}{action.microbatch}"
-            if len(label) > end - column:
-                label = action.kind.letter[: end - column]
-            line += label + fill_of(action.kind, glyphs) * (end - column - len(label))
+        box = boxes[owners[column]] if owners[column] >= 0 else None
+        line += glyphs.gap * (end - column) if box is None else _word(box, end - column, glyphs)
         column = end
     return Text(line, end="")
+
+
+def _word(box: Box, columns: int, glyphs: Glyphs) -> str:
+    """Write a box without colour: letter and microbatch, or the letter, stretched to its columns."""
+    sign = _sign(box, glyphs)
+    if not box.action.kind.is_compute or box.dim:
+        return sign * columns
+    number = str(box.action.microbatch)
+    labels = (letter_of(box.action, box.local_stage) + number, sign + number, sign)
+    label = next(label for label in labels if len(label) <= columns)
+    return label + fill_of(box.action.kind, glyphs) * (columns - len(label))
+
+
+def _sign(box: Box, glyphs: Glyphs) -> str:
+    """Return the one character that stands for a box without colour."""
+    kind = box.action.kind
+    if not kind.is_compute:
+        return glyphs.held
+    if box.dim:
+        return glyphs.dimmed
+    return fill_of(kind, glyphs) if kind is Kind.FULL_BACKWARD else letter_of(box.action, box.local_stage)
+
+
+def _proportions(cells: Sequence[Cell], boxes: Sequence[Box], glyphs: Glyphs, colour: bool) -> Text:
+    """Draw cells that hold several actions: along the lane, every kind gets as many columns as its time.
+
+    What a column cannot show is carried to the next, so that no kind hides the others.
+    """
+    lane, owed = Text(end=""), dict[tuple[Kind, int, bool] | None, int]()
+    samples: dict[tuple[Kind, int, bool], Box] = {}
+    for cell in cells:
+        whole = 0
+        for index, length in cell:
+            key = None
+            if index >= 0:
+                box = boxes[index]
+                key = (box.action.kind, box.local_stage, box.dim)
+                samples.setdefault(key, box)
+            owed[key] = owed.get(key, 0) + (2 if colour else 1) * length
+            whole += length
+        chosen = []
+        for _ in range(2 if colour else 1):
+            key = max(owed, key=lambda k: owed[k])
+            owed[key] -= whole
+            chosen.append(None if key is None else samples[key])
+        lane.append(*_halves(chosen[0], chosen[-1], glyphs) if colour else _letter(chosen[0], glyphs))
+    return lane
+
+
+def _letter(box: Box | None, glyphs: Glyphs) -> tuple[str, Style]:
+    return glyphs.gap if box is None else _sign(box, glyphs), Style.null()
+
+
+def _halves(left: Box | None, right: Box | None, glyphs: Glyphs) -> tuple[str, Style]:
+    """Draw a cell in two halves."""
+    colours = [
+        None
+        if box is None
+        else paint(Action(box.action.kind, 0, 0), box.local_stage, box.stages, dim=box.dim)
+        if box.action.kind.is_compute
+        else box.colour
+        for box in (left, right)
+    ]
+    if colours == [None, None] or (colours[0] is None and not glyphs.blocks):
+        return glyphs.gap, _GAP
+    if colours[0] is None:
+        return glyphs.blocks[4], Style(color=colours[1], reverse=True)
+    if colours[0] == colours[1] or not glyphs.blocks:
+        return " ", Style(bgcolor=colours[0])
+    return glyphs.blocks[4], Style(color=colours[0], bgcolor=colours[1])
 
 
 def memory_lane(
@@ -227,7 +306,7 @@ def memory_lane(
             high = max(high, held)
         share = high / limit if limit else 0.0
         level = min(8, -(-8 * high // limit)) if limit else 0
-        glyph = glyphs.levels[level - 1] if level > 0 else " "
+        glyph = glyphs.over if share > 1.0 else glyphs.levels[level - 1] if level > 0 else " "
         lane.append(glyph, Style(color=heat(share if capped else 0.0)) if colour else Style.null())
     return lane
 
@@ -260,3 +339,44 @@ def _signal(arrived: list[Kind], travelling: list[Kind], glyphs: Glyphs, colour:
     kind = (arrived or travelling)[0]
     head = glyphs.forward if kind is Kind.SEND_F else glyphs.backward
     return head if arrived else glyphs.wire, ink(kind) if colour else Style.null()
+
+
+def path_lane(stays: Sequence[tuple[int, int, int]], window: Window, glyphs: Glyphs) -> str:
+    """Draw the critical path of a part of the step: on which rank it is, and where it goes up or down.
+
+    Parameters
+    ----------
+    stays
+        (rank, start, end) of its actions in ns, in order of time. Between them a message is on its way.
+    """
+    begins, over = window.scaled(stays[0][1]), window.scaled(stays[-1][2])
+    line, stays = "", [stay for stay in stays if stay[2] > window.first_ns and stay[1] < window.last_ns]
+    ranks = [_rank_at(stays, window, column) for column in range(window.columns)]
+    ends = [0, *(k for k, (a, b) in enumerate(pairwise(ranks), 1) if a != b), window.columns]
+    before: int | None = None
+    for start, end in pairwise(ends):
+        rank, columns = ranks[start], end - start
+        if rank is None:
+            outside = window.edge(end) <= begins or window.edge(start) >= over
+            line += (" " if outside else glyphs.wire) * columns
+            continue
+        label, slope = str(rank), glyphs.chain
+        if before is not None and rank != before:
+            slope = glyphs.down if rank > before else glyphs.up
+        fits = len(label) < columns + (before is None)
+        line += label + glyphs.chain * (columns - len(label)) if fits else slope * columns
+        before = rank
+    return line
+
+
+def _rank_at(stays: Sequence[tuple[int, int, int]], window: Window, column: int) -> int | None:
+    """Return the rank that the path is on for most of a column; None while a message travels."""
+    left, right = window.edge(column), window.edge(column + 1)
+    shares: dict[int, int] = {}
+    first = bisect_right(stays, left, key=lambda stay: window.scaled(stay[2]))
+    for rank, start, end in stays[first:]:
+        if window.scaled(start) >= right:
+            break
+        share = min(right, window.scaled(end)) - max(left, window.scaled(start))
+        shares[rank] = shares.get(rank, 0) + share
+    return max(shares, key=lambda rank: shares[rank], default=None)

@@ -16,6 +16,7 @@ from zbcompile.planner.certify.derive import derivations
 from zbcompile.planner.certify.facts import Derivation, Facts
 from zbcompile.schedule.limits import MAX_AMOUNT
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.renumber import Numbering
 from zbcompile.schedule.simulate import Timeline
 from zbcompile.show.units import TimeUnit, time_unit
 
@@ -81,8 +82,12 @@ def proof_words(file: ScheduleFile, timeline: Timeline) -> ProofWords | None:
     try:
         if derive is None:
             raise CheckError(f"unknown method {certificate.method[:40]!r}", where="certificate")
-        derive(Facts(problem), certificate.witness, out)
-        out.compare(certificate.witness)
+        numbering = Numbering.by_first_stage(problem.placement)
+        witness = numbering.of_witness(certificate.witness)
+        if not numbering.is_same:
+            out.note(numbering.words)
+        derive(Facts(numbering.of_problem(problem)), witness, out)
+        out.compare(witness)
         if out.total < certificate.bound_ns:
             raise CheckError(
                 f"the {certificate.method} bound does not follow from its witness",

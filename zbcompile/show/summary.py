@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zbcompile.formats.measured_json import Measured
 from zbcompile.formats.schedule_json import ScheduleFile
+from zbcompile.schedule.communication import lowered
 from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.cuts import Cuts
+from zbcompile.schedule.event_graph import EventGraph
 from zbcompile.schedule.held_gradients import gradients_words, held_sets
 from zbcompile.schedule.ir import Kind, Schedule
 from zbcompile.schedule.problem import Problem
-from zbcompile.schedule.simulate import Timeline, simulate
+from zbcompile.schedule.simulate import Timeline, timeline_of
 from zbcompile.schedule.solution import Certificate
 from zbcompile.schedule.sum_order import numbered_by_turn
 from zbcompile.show.baseline import Baseline, one_f_one_b
@@ -21,6 +24,7 @@ from zbcompile.show.units import TimeUnit, format_bytes, found_by, percent, time
 __all__ = [
     "Proof",
     "Summary",
+    "cuts_line",
     "gradients_line",
     "headline",
     "measured_to_json",
@@ -71,6 +75,10 @@ class Summary:
         How the order was found, for people.
     has_profile
         False when the file has no costs, so that the times are those of F = B = W = 1.
+    cuts
+        How the stages were cut where that was chosen with the order; else None.
+    graph
+        The event graph that gave the times, where it is at hand.
     """
 
     timeline: Timeline
@@ -78,6 +86,12 @@ class Summary:
     certificate: Certificate | None
     origin: str
     has_profile: bool
+    cuts: Cuts | None = None
+    graph: EventGraph | None = field(default=None, compare=False, repr=False)
+
+    def event_graph(self) -> EventGraph:
+        """Return the event graph of the order, made where it is not at hand."""
+        return self.graph or EventGraph(self.timeline.schedule, self.timeline.problem)
 
     @property
     def unit(self) -> TimeUnit:
@@ -114,12 +128,18 @@ def summarize(file: ScheduleFile, timeline: Timeline | None = None) -> Summary:
         The order cannot run: an action is missing, or it deadlocks.
     """
     problem = file.problem or unit_problem(file.schedule)
+    graph = None
+    if timeline is None:
+        graph = EventGraph(lowered(file.schedule, problem), problem)
+        timeline = timeline_of(graph)
     return Summary(
-        timeline or simulate(file.schedule, problem),
+        timeline,
         one_f_one_b(problem),
         file.certificate,
         file.origin,
         file.problem is not None,
+        file.cuts,
+        graph,
     )
 
 
@@ -200,6 +220,14 @@ def _held_sets(summary: Summary) -> tuple[int, ...]:
     return held_sets(numbered_by_turn(summary.timeline.schedule, summary.timeline.problem))
 
 
+def cuts_line(summary: Summary) -> str:
+    """Say how many pieces each stage has; empty where the cuts were not chosen with the order."""
+    if summary.cuts is None:
+        return ""
+    sizes = " ".join(map(str, summary.cuts.sizes))
+    return f"cut with the order: {sizes} pieces a stage"
+
+
 def gradients_line(summary: Summary) -> str:
     """Say which gradients of weights wait for their turn in the sum; empty for most orders: none."""
     return gradients_words(summary.timeline.schedule, summary.timeline.problem)
@@ -209,7 +237,7 @@ def to_json(summary: Summary) -> dict[str, object]:
     """Return all figures as plain values: shares as fractions, times in ns, memory in bytes."""
     timeline, problem = summary.timeline, summary.timeline.problem
     certificate, baseline = summary.certificate, summary.baseline.timeline
-    peaks, held = timeline.peak_bytes, _held_sets(summary)
+    peaks, held, cuts = timeline.peak_bytes, _held_sets(summary), summary.cuts
     if problem.accumulate != "order":
         held = (0,) * problem.num_stages
     return {
@@ -217,6 +245,8 @@ def to_json(summary: Summary) -> dict[str, object]:
         "stages": problem.num_stages,
         "microbatches": problem.num_microbatches,
         "microbatches_differ": bool(problem.microbatch_costs),
+        "split_backwards": timeline.schedule.split_backwards[0],
+        "backwards": timeline.schedule.split_backwards[1],
         "placement": problem.placement.name,
         "objective": problem.objective,
         "transport": problem.transport,
@@ -224,6 +254,7 @@ def to_json(summary: Summary) -> dict[str, object]:
         "kept_gradients": problem.kept_gradients,
         "has_profile": summary.has_profile,
         "origin": summary.origin,
+        "pieces_per_stage": None if cuts is None else list(cuts.sizes),
         "span_ns": timeline.span_ns,
         "makespan_ns": timeline.makespan_ns,
         "bubble_of_span": timeline.bubble("span"),

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import itemgetter
+from textwrap import wrap
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.style import Style
@@ -11,37 +15,31 @@ from rich.text import Text
 
 from zbcompile.errors import printable
 from zbcompile.formats.measured_json import Measured
-from zbcompile.schedule.ir import Action, Kind
-from zbcompile.schedule.messages import Message, messages_of
-from zbcompile.schedule.problem import Objective
+from zbcompile.schedule.critical_path import critical_path
 from zbcompile.schedule.simulate import Timeline
-from zbcompile.show.lanes import Box, Transfer, Window, bar_lane, memory_lane, message_lane
-from zbcompile.show.palette import ASCII, UNICODE, Glyphs, fill_of, ink, paint
-from zbcompile.show.summary import (
-    Proof,
-    Summary,
-    gradients_line,
-    headline,
-    kind_means,
-    memory_text,
-    origin_words,
-    proof_line,
-)
-from zbcompile.show.units import percent, ticks
+from zbcompile.schedule.steady import Steady
+from zbcompile.show.boxes import has_messages, measured_boxes, memory_steps, planned_boxes, transfers_of
+from zbcompile.show.choice import Lanes, chosen_ranks, fitting_lanes
+from zbcompile.show.head import head_lines
+from zbcompile.show.lanes import Box, Transfer, bar_lane, is_coarse, memory_lane, message_lane, path_lane
+from zbcompile.show.legend import Legend
+from zbcompile.show.notes import Notes
+from zbcompile.show.palette import ASCII, UNICODE, Glyphs
+from zbcompile.show.scale import Scale
+from zbcompile.show.summary import Summary, kind_means
+from zbcompile.show.units import format_bytes, time_unit
 
 __all__ = ["Picture", "View"]
 
-_KIND_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD_INPUT: "gradient of inputs",
-    Kind.BACKWARD_WEIGHT: "gradient of weights",
-    Kind.FULL_BACKWARD: "both, fused",
-}
 _DIM = Style(dim=True)
 _BOLD = Style(bold=True)
 _LEAST_COLUMNS = 12
-_MANY_RANKS = 16
-_AIRY_RANKS = 8
+_OTHER_LINES = 5
+"""Names of the parts, axis, path, and two empty lines."""
+_MEASURED_LINES = 6
+"""Planned against measured, below the picture."""
+_LONG = 40
+"""Lines of a picture after which the headline is said again, where no screen says how many it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +51,27 @@ class View:
     window
         First and last time in ns; None for all.
     memory, messages
-        Whether to draw these lanes; None decides by the number of ranks and by what there is to show.
+        Whether to draw these lanes; None decides by the room and by what there is to show.
+    ranks
+        The ranks to draw; None for those that fit.
+    follow
+        The microbatch that stands out; None for all alike.
+    fold
+        Whether one period of the steady state stands for all; None where actions have no room otherwise.
+    lines
+        Lines of the screen; None for any number.
     """
 
     window: tuple[int, int] | None = None
     memory: bool | None = None
     messages: bool | None = None
+    ranks: tuple[int, ...] | None = None
+    follow: int | None = None
+    fold: bool | None = None
+    lines: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Picture:
     """A rich renderable: ``console.print(Picture(summary))``.
 
@@ -86,6 +96,16 @@ class Picture:
         glyphs = ASCII if options.ascii_only else UNICODE
         yield Group(*_Drawing(self, options.max_width, glyphs, colour).parts())
 
+    @cached_property
+    def path(self) -> list[tuple[int, int]]:
+        """(rank, position) of the actions on the critical path."""
+        return critical_path(self.summary.event_graph(), self.summary.timeline)
+
+
+def _holder(timeline: Timeline) -> str:
+    """Say what holds ranks under the send mode of an order."""
+    return "an exchange" if timeline.problem.sends.joins_exchange else "a send"
+
 
 class _Drawing:
     """One picture at one width."""
@@ -94,70 +114,56 @@ class _Drawing:
         self.summary, self.view, self.measured = picture.summary, picture.view, picture.measured
         self.timeline: Timeline = picture.summary.timeline
         self.glyphs, self.colour, self.width = glyphs, colour, width
-        p = self.timeline.schedule.num_ranks
-        self.left = len(f"rank {p - 1} ")
-        self.notes = [self._note(r) for r in range(p)]
-        self.right = max(map(len, self.notes)) + 1
-        if width - self.left - self.right < 3 * _LEAST_COLUMNS:
-            self.right = 0
+        self.path = picture.path
+        ranks = self.timeline.schedule.num_ranks
+        self.left = len(f"rank {ranks - 1} ")
+        self.notes = Notes.of(self.summary)
+        room = width - self.left
+        self.right = self.notes.width if room - self.notes.width >= 3 * _LEAST_COLUMNS else 0
         longest = max(self.timeline.makespan_ns, self.measured.makespan_ns if self.measured else 0)
-        first, last = self.view.window or (0, longest)
-        columns = max(_LEAST_COLUMNS, width - self.left - self.right)
-        self.window = Window(first, max(last, first + 1), columns)
-        few, planned = p <= _MANY_RANKS, self.measured is None
-        wanted = few if self.view.messages is None else self.view.messages
-        self.transfers = self._transfers() if planned and wanted else []
-        self.draws_messages = any(self.transfers)
-        shown = few if self.view.memory is None else self.view.memory
-        self.draws_memory = planned and shown and self.summary.has_profile
+        columns = max(_LEAST_COLUMNS, room - self.right)
+        fold = False if self.measured is not None else self.view.fold
+        self.scale = Scale.of(self.timeline, longest, columns, self.view.window, fold)
+        self.head = [self._line(text, style) for text, style in head_lines(self.summary)]
+        everybody = self.view.ranks or range(ranks)
+        self.lanes, most = self._room(len(everybody))
+        self.ranks = list(everybody) if self.view.ranks else chosen_ranks(self.timeline, most)
+        critical = frozenset(self.path)
+        self.boxes = {
+            r: planned_boxes(self.timeline, r, self.scale.windows, critical, self.view.follow)
+            for r in self.ranks
+        }
+        self.transfers = self._transfers()
 
     def parts(self) -> Iterator[Text]:
         """Yield all lines from top to bottom."""
-        yield from self._head()
-        yield Text()
-        yield self._axis()
-        for rank in range(self.timeline.schedule.num_ranks):
-            lines = list(self._rank(rank))
-            yield from lines
-            airy = len(lines) > 1 and self.timeline.schedule.num_ranks <= _AIRY_RANKS
-            if airy or rank == self.timeline.schedule.num_ranks - 1:
-                yield Text()
-        yield from self._legend()
+        lines = [*self.head, Text(), *self._axis()]
+        for rank in self.ranks:
+            lines += self._rank(rank)
+            if self.lanes.airy and rank != self.ranks[-1]:
+                lines.append(Text())
+        lines += [*self._path(), *self._left_out(), Text(), *self._legend_lines()]
         if self.measured is not None:
-            yield from self._measured_lines(self.measured)
+            lines += self._measured_lines(self.measured)
+        yield from lines
+        if len(lines) > (self.view.lines or _LONG):
+            yield self.head[0]
 
-    def _head(self) -> Iterator[Text]:
-        summary, timeline, problem = self.summary, self.timeline, self.timeline.problem
-        gain = summary.baseline.gain(timeline.value_ns)
-        good = gain is not None and gain >= 0.0005
-        yield self._line(headline(summary), Style(bold=True, color="#2bb584" if good else None))
-        other: Objective = "makespan" if problem.objective == "span" else "span"
-        lengths = [
-            (name, timeline.length_ns(name), timeline.bubble(name)) for name in (problem.objective, other)
-        ]
-        yield self._line(
-            " · ".join(
-                f"{name} {summary.unit.text(length)}, bubble {percent(bubble)}"
-                for name, length, bubble in lengths
-            )
-        )
-        fault = summary.proof is Proof.OTHER_VALUE
-        yield self._line(proof_line(summary), Style(bold=True, color="#e0303a") if fault else None)
-        held = gradients_line(summary)
-        if held:
-            yield self._line(held)
-        words = [
-            _count(problem.num_ranks, "rank"),
-            f"{_count(problem.num_stages, 'stage')}, {problem.placement.name}",
-            _count(problem.num_microbatches, "microbatch", "microbatches")
-            + (" of different cost" if problem.microbatch_costs else ""),
-            f"{problem.transport} sends",
-        ]
-        if origin := origin_words(summary):
-            words.append(origin)
-        if not summary.has_profile:
-            words.append("no profile: F = B = W = 1 unit")
-        yield self._line(" · ".join(words), _DIM)
+    def _room(self, ranks: int) -> tuple[Lanes, int]:
+        """Return the lanes of every rank, and how many ranks fit on the screen."""
+        view, measured = self.view, self.measured is not None
+        messages = False if measured or not has_messages(self.timeline) else view.messages
+        memory = False if measured or not self.summary.has_profile else view.memory
+        bars = 1 + measured
+        if view.lines is None:
+            return fitting_lanes(ranks, None, messages, memory, bars), ranks
+        self.lanes = Lanes(messages is not False, memory is not False, False, bars)
+        self.boxes, self.ranks = {}, []  # the legend is measured with all lanes, and without ranks
+        taken = sum(len(wrap(line.plain, self.width)) for line in self.head) + len(list(self._legend_lines()))
+        lines = max(1, view.lines - taken - _OTHER_LINES - (_MEASURED_LINES if measured else 0))
+        lanes = fitting_lanes(ranks, lines, messages, memory, bars)
+        most = (lines + lanes.airy) // lanes.each
+        return lanes, most if most >= ranks else (lines - 1) // lanes.each
 
     def _line(self, text: str, style: Style | None = None) -> Text:
         return Text(self._safe(text), style=style if self.colour and style else Style.null(), overflow="fold")
@@ -169,37 +175,22 @@ class _Drawing:
             return text
         return text.translate({0xB7: "|", 0xB5: "u"}).encode("ascii", "replace").decode()
 
-    def _note(self, rank: int) -> str:
-        whole = self.timeline.value_ns
-        idle = 1.0 - self.timeline.busy_ns(rank) / whole if whole else 0.0
-        memory = memory_text(self.summary, rank)
-        return self._safe(f" idle {percent(idle)}" + (f" · {memory}" if memory else ""))
-
-    def _axis(self) -> Text:
-        window, unit = self.window, self.summary.unit
-        marks = [" "] * window.columns
-        widest = len(unit.number(window.last_ns)) + len(unit.name) + 3
-        for time in ticks(window.first_ns, window.last_ns, max(2, window.columns // max(10, widest))):
-            label = ("|" if self.glyphs is ASCII else "╷") + unit.number(time)
-            column = window.column(time)
-            if time == 0 or time == window.first_ns:
-                label += f" {unit.name}"
-            if column + len(label) <= window.columns and all(
-                c == " " for c in marks[max(0, column - 1) : column]
-            ):
-                marks[column : column + len(label)] = label
-        return self._line(" " * self.left + "".join(marks), _DIM)
+    def _axis(self) -> Iterator[Text]:
+        names = self.scale.names(self.glyphs.wall)
+        if names.strip():
+            yield self._line(" " * self.left + names, _DIM)
+        marks = self.scale.marks(self.summary.unit, self.glyphs.tick)
+        yield self._line(" " * self.left + marks + (self.notes.title if self.right else ""), _DIM)
 
     def _rank(self, rank: int) -> Iterator[Text]:
-        yield self._lane(f"rank {rank}", self._bars(rank), self.notes[rank])
+        yield self._lane(f"rank {rank}", self._bars(self.boxes[rank]), self.notes.planned(rank))
         if self.measured is not None:
-            bars = self._measured_bars(self.measured, rank)
-            yield self._lane("  real", bars, self._measured_note(self.measured, rank), dim=True)
-            return
-        if self.draws_messages:
-            lane = message_lane(self.transfers[rank], self.window, self.glyphs, colour=self.colour)
-            yield self._lane("  send", lane, dim=True)
-        if self.draws_memory:
+            boxes = measured_boxes(self.timeline, self.measured, rank, self.view.follow)
+            note = self.notes.measured(self.measured, rank)
+            yield self._lane("  real", self._bars(boxes), note, dim=True)
+        if self.lanes.messages:
+            yield self._lane("  send", self._messages(self.transfers[rank]), dim=True)
+        if self.lanes.memory:
             yield self._lane("  mem", self._memory(rank), dim=True)
 
     def _lane(self, name: str, lane: Text, note: str = "", *, dim: bool = False) -> Text:
@@ -211,112 +202,104 @@ class _Drawing:
             line.append(note, _DIM if self.colour else Style.null())
         return line
 
-    def _local_stages(self, rank: int) -> dict[int, int]:
-        """Return the index of each stage among those of its rank; an action may stand on another rank."""
-        return {s: k for k, s in enumerate(self.timeline.problem.placement.stages_of(rank))}
+    def _joined(self, parts: Sequence[Text]) -> Text:
+        """Return the parts of a lane with a wall between them."""
+        lane = Text(end="")
+        for part in parts:
+            if lane:
+                lane.append(self.glyphs.wall, _DIM if self.colour else Style.null())
+            lane.append_text(part)
+        return lane
 
-    def _bars(self, rank: int) -> Text:
-        local = self._local_stages(rank)
-        boxes = [
-            Box(a, self.timeline.start[rank][k], self.timeline.end[rank][k], local.get(a.stage, 0))
-            for k, a in enumerate(self.timeline.schedule.order[rank])
-            if a.kind.is_compute
-        ]
-        return bar_lane(boxes, self.window, self.glyphs, colour=self.colour)
+    def _bars(self, boxes: Sequence[Box]) -> Text:
+        windows = self.scale.windows
+        return self._joined([bar_lane(boxes, w, self.glyphs, colour=self.colour) for w in windows])
 
-    def _measured_bars(self, measured: Measured, rank: int) -> Text:
-        local = self._local_stages(rank)
-        row = measured.ranks[rank] if rank < len(measured.ranks) else ()
-        boxes = [
-            Box(a, start, end, local.get(a.stage, 0))
-            for a, start, end in sorted(row, key=lambda event: event[1])
-            if a.kind.is_compute
-        ]
-        return bar_lane(boxes, self.window, self.glyphs, colour=self.colour)
-
-    def _measured_note(self, measured: Measured, rank: int) -> str:
-        whole = measured.makespan_ns
-        if not whole or rank >= len(measured.ranks):
-            return ""
-        return f" idle {percent(1.0 - measured.busy_ns(rank) / whole)}"
+    def _messages(self, transfers: Sequence[Transfer]) -> Text:
+        windows = self.scale.windows
+        return self._joined([message_lane(transfers, w, self.glyphs, colour=self.colour) for w in windows])
 
     def _transfers(self) -> list[list[Transfer]]:
         """Return per rank the messages that it sends."""
-        problem, times = self.timeline.problem, _times(self.timeline)
-        found: list[list[Transfer]] = [[] for _ in range(problem.num_ranks)]
-        for edge, message in messages_of(problem):
-            if message.send in times:
-                start, end = times[message.send]
-            else:
-                edge = problem.edge_of(edge, message.microbatch)
-                lag = problem.lag_ns(edge, backward=message.backward)
-                if lag == 0:
-                    continue
-                ready = _ready(message, times)
-                if ready is None:
-                    continue
-                start, end = ready, ready + lag
-            rank = problem.placement.rank_of[message.source]
-            found[rank].append(Transfer(message.backward, start, end))
-        return found
+        if not self.lanes.messages:
+            return []
+        return [[t for _, t in row] for row in transfers_of(self.timeline, self.view.follow)]
 
     def _memory(self, rank: int) -> Text:
         timeline, problem = self.timeline, self.timeline.problem
-        steps = [
-            (
-                timeline.start[rank][k] if a.kind is Kind.FORWARD else timeline.end[rank][k],
-                timeline.memory[rank][k],
-            )
-            for k, a in enumerate(timeline.schedule.order[rank])
-            if a.kind.is_compute
-        ]
         cap, base = problem.caps[rank], problem.static_bytes(rank)
         limit = max(timeline.peak_bytes) if cap is None else cap
-        return memory_lane(
-            steps, base, limit, self.window, self.glyphs, colour=self.colour, capped=cap is not None
+        steps, capped = memory_steps(timeline, rank), cap is not None
+        return self._joined(
+            [
+                memory_lane(steps, base, limit, w, self.glyphs, colour=self.colour, capped=capped)
+                for w in self.scale.windows
+            ]
         )
 
-    def _legend(self) -> Iterator[Text]:
+    def _path(self) -> Iterator[Text]:
+        if not self.path:
+            return
+        start, end = self.timeline.start, self.timeline.end
+        stays = [(r, start[r][k], end[r][k]) for r, k in self.path]
+        parts = [Text(path_lane(stays, w, self.glyphs)) for w in self.scale.windows]
+        yield self._lane("path", self._joined(parts), dim=True)
+
+    def _left_out(self) -> Iterator[Text]:
+        left = self.timeline.schedule.num_ranks - len(self.ranks)
+        if not left:
+            return
+        words = f"{left} of {self.timeline.schedule.num_ranks} ranks left out"
+        if self.view.ranks is None:
+            words += " (drawn: first, last, most idle, some); --ranks all"
+        yield self._line(words, _DIM)
+
+    def _legend_lines(self) -> Iterator[Text]:
         line = Text()
-        for item in self._legend_items():
+        for item in self._legend().items(self.glyphs, self.colour):
             if line.cell_len and line.cell_len + 3 + item.cell_len > self.width:
                 yield line
                 line = Text()
             line.append("   " if line.cell_len else "")
             line.append_text(item)
         yield line
+        steady = self.scale.steady
+        if steady is not None:
+            unit = self.summary.unit
+            if self.summary.has_profile:
+                unit = time_unit(steady.period_ns)
+            words = f"steady state: one of {steady.repeats} periods of {unit.text(steady.period_ns)} is drawn"
+            yield self._line(words + (", with more held each time" if self._grows(steady) else ""), _DIM)
 
-    def _legend_items(self) -> Iterator[Text]:
-        used = {a.kind for row in self.timeline.schedule.order for a in row}
-        for kind, name in _KIND_NAMES.items():
-            if kind in used:
-                yield self._item(self._sample(kind), name)
-        yield self._item(Text(self.glyphs.gap * 3), "bubble")
-        if self.measured is not None:
-            return
-        if self.draws_messages:
-            for glyph, kind, name in (
-                (self.glyphs.forward, Kind.SEND_F, "activation"),
-                (self.glyphs.backward, Kind.SEND_B, "gradient"),
-            ):
-                yield self._item(Text(glyph, ink(kind) if self.colour else Style.null()), f"{name} sent")
-        if self.draws_memory:
-            capped = any(cap is not None for cap in self.timeline.problem.caps)
-            levels = "".join(self.glyphs.levels[k] for k in (2, 5, 7))
-            yield self._item(Text(levels), "memory, full = " + ("the cap" if capped else "the highest peak"))
-        if self.timeline.problem.num_stages > self.timeline.schedule.num_ranks and self.colour:
-            yield Text("lighter: the rank's later stages")
+    def _grows(self, steady: Steady) -> bool:
+        """Return whether a rank holds other bytes after a period of the steady state than before it."""
+        last = steady.first_ns + steady.period_ns
+        for rank in range(self.timeline.schedule.num_ranks):
+            steps = memory_steps(self.timeline, rank)
+            before, after = (bisect_left(steps, time, key=itemgetter(0)) for time in (steady.first_ns, last))
+            if steps[before - 1][1] != steps[after - 1][1]:
+                return True
+        return False
 
-    def _sample(self, kind: Kind) -> Text:
-        if self.colour:
-            return Text(
-                f" {kind.letter} ", Style(color="#101418", bgcolor=paint(Action(kind, 0, 0), 0), bold=True)
-            )
-        return Text(kind.letter + 2 * fill_of(kind, self.glyphs))
-
-    @staticmethod
-    def _item(sample: Text, name: str) -> Text:
-        return Text.assemble(sample, f" {name}")
+    def _legend(self) -> Legend:
+        timeline, caps, peaks = self.timeline, self.timeline.problem.caps, self.timeline.peak_bytes
+        windows, boxes = self.scale.windows, list(self.boxes.values())
+        limits = {cap for cap in caps if cap is not None}
+        full = "the highest peak"
+        if limits:
+            full = f"the cap of {format_bytes(min(limits))}" if len(limits) == 1 else "the rank's cap"
+        return Legend(
+            kinds=frozenset(a.kind for row in timeline.schedule.order for a in row if a.kind.is_compute),
+            stages=max(len(timeline.problem.placement.stages_of(r)) for r in range(len(caps))),
+            messages=self.lanes.messages,
+            held=_holder(timeline) if any(not b.action.kind.is_compute for row in boxes for b in row) else "",
+            path=bool(self.path),
+            coarse=any(is_coarse(row, w) for row in boxes for w in windows),
+            memory=full if self.lanes.memory else "",
+            capped=bool(limits),
+            over=any(cap is not None and peak > cap for peak, cap in zip(peaks, caps, strict=True)),
+            follow=self.view.follow,
+        )
 
     def _measured_lines(self, measured: Measured) -> Iterator[Text]:
         unit, planned, real = self.summary.unit, self.timeline.makespan_ns, measured.makespan_ns
@@ -330,19 +313,3 @@ class _Drawing:
             share = f"{100 * (real / planned - 1):+.1f} %" if planned else "free in the plan"
             means = f"mean {unit.text(real)}, planned {unit.text(planned)}: {share}"
             yield self._line(f"  {kind.letter:<2} {count:>5} x  {means}")
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or one + 's'}"
-
-
-def _times(timeline: Timeline) -> dict[Action, tuple[int, int]]:
-    """Return start and end of every action."""
-    return {a: (timeline.start[r][k], timeline.end[r][k]) for r, k, a in timeline.schedule.actions()}
-
-
-def _ready(message: Message, times: Mapping[Action, tuple[int, int]]) -> int | None:
-    """Return when the action that makes a message ends, or None where the order lacks it."""
-    kinds = (Kind.BACKWARD_INPUT, Kind.FULL_BACKWARD) if message.backward else (Kind.FORWARD,)
-    made_by = (Action(kind, message.source, message.microbatch) for kind in kinds)
-    return next((times[a][1] for a in made_by if a in times), None)

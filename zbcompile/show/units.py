@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["TimeUnit", "format_bytes", "found_by", "percent", "ticks", "time_unit"]
+__all__ = ["BytesUnit", "TimeUnit", "bytes_unit", "format_bytes", "found_by", "percent", "ticks", "time_unit"]
 
 _TIMES = ((1_000_000_000, "s"), (1_000_000, "ms"), (1_000, "µs"), (1, "ns"))
 _BYTES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -56,13 +56,37 @@ def time_unit(longest_ns: int, *, abstract: bool = False) -> TimeUnit:
     return TimeUnit(1, "ns")
 
 
+@dataclass(frozen=True, slots=True)
+class BytesUnit:
+    """A binary unit of bytes.
+
+    Attributes
+    ----------
+    size
+        Its bytes.
+    name
+        How it is written.
+    """
+
+    size: int
+    name: str
+
+    def number(self, count: int) -> str:
+        """Write bytes with three significant digits and no unit."""
+        value = count / self.size
+        return f"{value:.0f}" if value >= 100 or self.size == 1 else f"{value:.3g}"
+
+
+def bytes_unit(most: int) -> BytesUnit:
+    """Choose the unit in which an amount reads well."""
+    size, name = next(((size, name) for size, name in _BYTES if abs(most) >= size), (1, "B"))
+    return BytesUnit(size, name)
+
+
 def format_bytes(count: int) -> str:
     """Write bytes with three significant digits and a binary unit: ``3.21 GiB``."""
-    for size, name in _BYTES:
-        if abs(count) >= size:
-            value = count / size
-            return f"{value:.0f} {name}" if value >= 100 else f"{value:.3g} {name}"
-    return f"{count} B"
+    unit = bytes_unit(count)
+    return f"{unit.number(count)} {unit.name}"
 
 
 def percent(share: float, digits: int = 1) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from dataclasses import replace
-from functools import cache
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.planner_cases import brute_force
 from tests.support.strategies import greedy_order, problems
 from zbcompile.errors import CheckError
 from zbcompile.planner.bounds.analytic import best_bound
@@ -19,15 +18,12 @@ from zbcompile.planner.core.instance import (
     BW,
     B,
     Codes,
-    F,
     Fusing,
     Instance,
-    W,
     shaped,
     to_codes,
     to_schedule,
 )
-from zbcompile.planner.core.score import fits
 from zbcompile.planner.core.times import Clock
 from zbcompile.planner.improve.fuse import SplitOrFuse
 from zbcompile.planner.improve.jitter import jittered_mean
@@ -35,9 +31,11 @@ from zbcompile.planner.improve.row_changes import fuse_range, split_range
 from zbcompile.planner.incumbent import Incumbent
 from zbcompile.planner.parts import search
 from zbcompile.planner.plan import plan
+from zbcompile.planner.portfolio import NAMES
 from zbcompile.planner.run import Effort, Run
+from zbcompile.planner.starts.classic import orders_for
 from zbcompile.planner.starts.fused_patterns import FusedPattern, window_choices
-from zbcompile.planner.starts.initial import one_at_a_time
+from zbcompile.planner.starts.initial import Classic, one_at_a_time
 from zbcompile.schedule.check import check, faults
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Kind
@@ -107,11 +105,16 @@ def test_the_event_graph_gives_the_known_figures_within_a_thousandth(
 
 @pytest.mark.parametrize("times", [(17, 12, 19, 28), (13, 15, 11, 23), (15, 15, 19, 31)])
 def test_the_rule_of_thumb_is_tried_even_where_no_time_is_left(times: tuple[int, ...]) -> None:
-    """BW saves 3, and no W of a published order fills a gap as well: they are up to a twentieth longer."""
+    """BW saves 3, and no W of a published order fills a gap as well: they are up to a twentieth longer.
+
+    It is among the first orders, so it needs no other part either.
+    """
     p, m = 4, 12
     problem = Problem.of(Profile.uniform(StageCost(*times, 4, 2), p), None, m, None, "makespan")
-    solution = plan(problem, time_limit_s=0)
-    assert solution.certificate.value_ns <= zb_h1_with(problem, "rule")
+    first = plan(problem, level=1, time_limit_s=60, without=set(NAMES) - {"classic", "rule_of_thumb"})
+    for solution in (plan(problem, time_limit_s=0), first):
+        assert solution.certificate.value_ns <= zb_h1_with(problem, "rule")
+        assert solution.certificate.lineage == ("rule_of_thumb",)
     assert plan(problem, time_limit_s=0, fuse="never").certificate.value_ns > zb_h1_with(problem, "rule")
 
 
@@ -200,27 +203,6 @@ def test_fusing_and_splitting_ranges_keep_orders_legal_and_fusing_saves_memory(d
         assert peaks[1] <= peaks[0]
 
 
-@cache
-def rows_with_fusing(stage: int, m: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Every order of one stage's F's, B's, W's and BW's."""
-    found = []
-
-    def extend(row: tuple[tuple[int, int], ...], f: int, b: int, waiting: int) -> None:
-        if b == m and not waiting:
-            found.append(row)
-            return
-        if f < m:
-            extend((*row, (F, stage)), f + 1, b, waiting)
-        if b < f:
-            extend((*row, (B, stage)), f, b + 1, waiting + 1)
-            extend((*row, (BW, stage)), f, b + 1, waiting)
-        if waiting:
-            extend((*row, (W, stage)), f, b, waiting - 1)
-
-    extend((), 0, 0, 0)
-    return tuple(found)
-
-
 def random_fusing_problem(rng: random.Random, transport: str) -> Problem:
     """Two or three ranks, BW anywhere between its longer part and B + W or even less than B."""
     p, m = rng.choice(((2, 2), (2, 2), (2, 2), (3, 2)))
@@ -237,27 +219,13 @@ def random_fusing_problem(rng: random.Random, transport: str) -> Problem:
     )
 
 
-def brute_force_with_fusing(problem: Problem) -> int:
-    """Least value over every order and every choice of splits that fits and does not deadlock."""
-    instance, clock = Instance.of(problem), Clock.of(problem)
-    alone = [
-        [list(row) for row in rows_with_fusing(r, problem.num_microbatches)] for r in range(problem.num_ranks)
-    ]
-    fitting = [
-        [row for row in rows if fits(instance, [row if x == r else [] for x in range(problem.num_ranks)])]
-        for r, rows in enumerate(alone)
-    ]
-    values = [clock.value(list(rows)) for rows in itertools.product(*fitting)]
-    return min(value for value in values if value is not None)
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_bounds_hold_over_all_orders_and_all_choices_of_fusing(transport: str) -> None:
     rng = random.Random(7)
     tight = 0
     for _ in range(12):
         problem = random_fusing_problem(rng, transport)
-        least = brute_force_with_fusing(problem)
+        least = brute_force(problem, fusing=True)
         bounds = [best_bound(problem).value_ns]
         blocking = blocking_send_bound(problem)
         if blocking is not None:
@@ -273,7 +241,7 @@ def test_plan_meets_brute_force_on_small_instances() -> None:
         for _ in range(2):
             problem = random_fusing_problem(rng, transport)
             value = plan(problem, time_limit_s=4).certificate.value_ns
-            assert value <= 1.1 * brute_force_with_fusing(problem)
+            assert value <= 1.1 * brute_force(problem, fusing=True)
 
 
 def test_jitter_favours_the_early_send_and_is_repeatable() -> None:
@@ -287,3 +255,13 @@ def test_jitter_favours_the_early_send_and_is_repeatable() -> None:
     assert jittered_mean(clock, split) == jittered_mean(clock, split)
     assert jittered_mean(clock, split) < jittered_mean(clock, fused)
     assert jittered_mean(clock, split, percent=0) == clock.value(split)
+
+
+@pytest.mark.parametrize("transport", ["rendezvous", "batched"])
+def test_an_order_that_settles_a_tie_is_not_called_what_it_was(transport: str) -> None:
+    """Nor is one that is shorter: only a published order is called by its name."""
+    problem = table_problem(0.5, 0, transport, 4, 8)
+    run = Run(problem, time_limit_s=60, effort=replace(Effort.of(problem), fusing=120))
+    search(run, (Classic(), SplitOrFuse()))
+    assert run.incumbent.codes not in [codes for _, codes in orders_for(problem)]
+    assert run.incumbent.lineage[-1].split(" ")[0] == "split_or_fuse"

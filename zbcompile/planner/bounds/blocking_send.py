@@ -49,6 +49,7 @@ def instant_links(problem: Problem) -> tuple[Problem, int] | None:
                 instance.saved[s],
                 instance.pending[s],
                 cost.static_bytes,
+                gradient_bytes=cost.gradient_bytes,
             )
         )
     edges = tuple(Edge(e.source, e.target) for e in profile.edges)

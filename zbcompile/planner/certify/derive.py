@@ -12,7 +12,7 @@ from typing import cast
 from zbcompile.planner.certify.facts import Derivation, Facts, Witness, add_work, alike, rank_of, refuse
 from zbcompile.planner.certify.round_trip import last_round_trip
 
-__all__ = ["derivations"]
+__all__ = ["derivations", "window_fillings"]
 
 _MANY_STAGES = 128
 """Stages of one rank beyond which no idle time counts."""
@@ -54,7 +54,7 @@ def _add_windows(facts: Facts, rank: int, witness: Witness, out: Derivation) -> 
             raise refuse("two windows overlap", f"{fits} microbatches apart", [before, i])
         before = i
         forwards = min(fits, m - i + 1)
-        fillings = list(_fillings(facts, rank, s, i, fits))
+        fillings = list(window_fillings(facts, rank, s, i, fits))
         most = max(time for _, _, time in fillings)
         fullest = [(flying, waiting) for flying, waiting, time in fillings if time == most]
         flying, waiting = next((pair for pair in fullest if alike(pair, row[2:4])), fullest[0])
@@ -66,7 +66,7 @@ def _add_windows(facts: Facts, rank: int, witness: Witness, out: Derivation) -> 
         )
 
 
-def _fillings(facts: Facts, rank: int, s: int, i: int, fits: int) -> Iterator[tuple[int, int, int]]:
+def window_fillings(facts: Facts, rank: int, s: int, i: int, fits: int) -> Iterator[tuple[int, int, int]]:
     """Yield what window i can hold: (microbatches in flight, W's already waiting, time of other B's and W's).
 
     The W's that wait are as many as fit. Fewer of them take less time, or none where W has no length.

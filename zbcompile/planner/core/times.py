@@ -97,6 +97,13 @@ class Clock:
         run = _Run(self, codes, self.nominal(codes) if times is None else times)
         return (max(run.spans()), max(run.end)) if run.go() else None
 
+    def starts(self, codes: Codes) -> list[list[int]] | None:
+        """Return the earliest start of every action in ns, rank by rank; ``None`` on deadlock."""
+        run = _Run(self, codes, self.nominal(codes))
+        if not run.go():
+            return None
+        return [run.start[base : base + len(row)] for base, row in zip(run.base, codes, strict=True)]
+
     def score(self, codes: Codes) -> tuple[int, int] | None:
         """Return (value, sum of all rank spans), which orders equal values; ``None`` on deadlock."""
         run = _Run(self, codes, self.nominal(codes))

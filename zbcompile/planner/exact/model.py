@@ -1,33 +1,32 @@
-"""The exact model for CP-SAT: starts, one rank at a time, memory as a prefix sum.
+"""Questions to the exact model: the shortest order, any order below a value, or the proof that there is none.
 
-Variables: the start of every F, B and W; per rank the booleans "X(j) is before F(i)" that its memory needs.
-The k-th of each (kind, stage) is microbatch k. Fusing is not in the model: it is exact where
-`Instance.relaxed` equals the problem's own costs; else its orders are valid, and its bound is taken on the
-relaxed costs.
-
-Actions without length. Of two actions that start together, one of them without length, starts do not say
-which comes first, and memory depends on it. So where one of a problem's Z actions has no length, all times
-and lags count K = Z + 1 fold and each action without length takes 1. An order of value v then has a value
-from K v to K v + Z: start every action at K times its start, plus one for each action without length before
-it in the order. So K v + Z is asked for where v is, and what is found divides by K.
+The model (`zbcompile.planner.exact.order_model`, with messages `zbcompile.planner.exact.message_model`)
+decides the order of F, B, W and BW, what is fused, and with it where sends and receives stand. Every
+order that it gives is timed by the planner's clocks, as all others are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ortools.sat.python import cp_model
 
-from zbcompile.planner.core.instance import B, Codes, F, Instance, Op, W
-from zbcompile.planner.core.latest_starts import latest_starts
+from zbcompile.planner.core.instance import Codes, Fusing, Instance
+from zbcompile.planner.core.latest_starts import latest_row_starts
 from zbcompile.planner.core.paths import NO_PATH, Paths
 from zbcompile.planner.core.score import fits, value_of
+from zbcompile.planner.core.times import Clock
+from zbcompile.planner.exact.message_model import add_messages
+from zbcompile.planner.exact.order_model import OrderModel
 from zbcompile.planner.exact.solver import run
+from zbcompile.planner.exact.ticks import Ticks
 
-__all__ = ["ExactResult", "ask_below", "exact_unit", "refute", "solve_exact", "split_is_exact"]
+__all__ = ["MODELS", "ExactResult", "ask_below", "refute", "solve_exact", "split_is_exact"]
 
+
+MODELS = ("exact", "exact on costs that no fusing undercuts")
+"""How witnesses call the two forms: with fusing and messages, or on `Instance.relaxed` without messages."""
 
 _MOST_TICKS = 1 << 60
 """Longest horizon of a model: the solver adds in 64 bits."""
@@ -59,7 +58,7 @@ class ExactResult:
 
 
 def split_is_exact(instance: Instance) -> bool:
-    """Return whether splitting every backward never loses: then the model's optimum is the problem's."""
+    """Return whether splitting every backward never loses where sends hold up nobody."""
     relaxed = instance.relaxed()
     return (relaxed.backward, relaxed.weight, relaxed.pending) == (
         instance.backward,
@@ -68,237 +67,120 @@ def split_is_exact(instance: Instance) -> bool:
     )
 
 
-def exact_unit(instance: Instance) -> int:
-    """Return the largest time in ns that divides all times and lags."""
-    return math.gcd(*instance.forward, *instance.backward, *instance.weight, *instance.rules.lags) or 1
-
-
 @dataclass(frozen=True, slots=True)
-class Ticks:
-    """A problem in whole ticks in which every action has a length, and what its values say about ns.
+class _Question:
+    """What is asked about.
 
     Attributes
     ----------
     instance
-        The problem with its times in ticks.
-    unit
-        The largest time in ns that divides all times.
-    factor
-        Ticks per unit (K): 1 where every action has a length, else more than ``spare``.
-    spare
-        Actions without length in a step (Z), each a tick long here.
+        The problem. The model does not know of gradients that wait for their turn in a sum: its bounds hold,
+        its orders are offered and may not fit.
+    clock
+        The clock of its send mode where sends hold their rank, else ``None``.
+    fusing
+        Which backwards may be, or are, fused.
+    seed
+        The solver's seed.
     """
 
     instance: Instance
-    unit: int
-    factor: int
-    spare: int
+    clock: Clock | None
+    fusing: Fusing
+    seed: int
 
-    @staticmethod
-    def of(instance: Instance) -> Ticks:
-        """Count a problem's times in ticks."""
-        times = (*instance.forward, *instance.backward, *instance.weight)
-        unit, spare = exact_unit(instance), instance.num_microbatches * times.count(0)
-        factor = spare + 1
+    def value(self, codes: Codes) -> int | None:
+        """Return the value of an order in ns, or ``None`` on deadlock."""
+        return value_of(self.instance, codes) if self.clock is None else self.clock.value(codes)
 
-        def lengths(values: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(value // unit * factor or 1 for value in values)
+    def longest(self) -> int:
+        """Return the time of everything in a row in ns: no order takes longer."""
+        instance = self.instance
+        times = zip(instance.forward, instance.backward, instance.weight, instance.fused, strict=True)
+        work = sum(f + max(b + w, fused) for f, b, w, fused in times)
+        return instance.num_microbatches * (work + sum(instance.rules.lags))
 
-        ticking = replace(
-            instance,
-            forward=lengths(instance.forward),
-            backward=lengths(instance.backward),
-            weight=lengths(instance.weight),
-            rules=instance.rules.with_lags(lambda wait: wait.lag_ns // unit * factor),
-        )
-        return Ticks(ticking, unit, factor, spare)
+    def answer(
+        self, lower: int, upper: int, hint: Codes | None, time_limit_s: float, *, any_order: bool = False
+    ) -> ExactResult:
+        """Ask for an order with a value from ``lower`` to ``upper``, as short as possible.
 
-    def least(self, value_ns: int) -> int:
-        """Return the least value in ticks of an order of at least ``value_ns``."""
-        return -(-value_ns // self.unit) * self.factor
-
-    def most(self, value_ns: int) -> int:
-        """Return the most ticks that the best starts of an order of at most ``value_ns`` take."""
-        return value_ns // self.unit * self.factor + self.spare
-
-    def bound_ns(self, ticks: int) -> int:
-        """Return a lower bound in ns from one in ticks."""
-        return -(-(ticks - self.spare) // self.factor) * self.unit
-
-
-class _Model:
-    """The model of one problem in ticks.
-
-    Attributes
-    ----------
-    model
-        The CP-SAT model.
-    start, before
-        Its variables: starts, and whether one action comes before another.
-    value
-        The objective.
-    in_reach
-        Whether a single microbatch ends within the horizon. If not, the model says nothing: no order does.
-    """
-
-    def __init__(self, instance: Instance, horizon: int, lower: int) -> None:
-        self.instance, self.paths = instance, Paths.of(instance)
-        self.times = (instance.forward, instance.backward, instance.weight)
-        self.model = cp_model.CpModel()
-        self.horizon, self.in_reach = horizon, True
-        self.start = {op: self._start_variable(op) for op in self._ops()}
-        self.before: dict[tuple[Op, Op], cp_model.IntVar] = {}
-        self._dependencies()
-        for rank in range(instance.num_ranks):
-            self._one_at_a_time(rank)
-            self._memory(rank)
-        self.value = self.model.new_int_var(min(lower, horizon), horizon, "value")
-        self._objective()
-
-    def _ops(self) -> Iterator[Op]:
-        for s in range(self.instance.num_stages):
-            for kind in (F, B, W):
-                for i in range(self.instance.num_microbatches):
-                    yield kind, s, i
-
-    def length(self, op: Op) -> int:
-        """Return the duration of an action."""
-        return self.times[op[0]][op[1]]
-
-    def end(self, op: Op) -> cp_model.LinearExpr:
-        """Return the end of an action."""
-        return self.start[op] + self.length(op)
-
-    def _start_variable(self, op: Op) -> cp_model.IntVar:
-        kind, s, _ = op
-        head = self.paths.head[s if kind == F else self.instance.num_stages + s]
-        head += self.instance.backward[s] if kind == W else 0
-        latest = self.horizon - self.length(op)
-        self.in_reach = self.in_reach and head <= latest
-        return self.model.new_int_var(head, max(head, latest), f"{op}")
-
-    def _dependencies(self) -> None:
-        instance, add = self.instance, self.model.add
-        for s in range(instance.num_stages):
-            waits = [(kind, wait) for kind in (F, B, W) for wait in instance.rules.waits[kind][s]]
-            for i in range(instance.num_microbatches):
-                for kind, (before, other, lag) in waits:
-                    if other == s:
-                        add(self.start[kind, s, i] >= self.end((before, s, i)) + lag)
-                if i:
-                    for kind in (F, B, W):
-                        add(self.start[kind, s, i] >= self.end((kind, s, i - 1)))
-                for kind, (before, other, lag) in waits:
-                    if other != s:
-                        add(self.start[kind, s, i] >= self.end((before, other, i)) + lag)
-
-    def _rank_ops(self, rank: int, *kinds: int) -> list[Op]:
-        return [
-            (kind, s, i)
-            for s in self.instance.stages_of[rank]
-            for kind in kinds
-            for i in range(self.instance.num_microbatches)
-        ]
-
-    def _one_at_a_time(self, rank: int) -> None:
-        self.model.add_no_overlap(
-            [
-                self.model.new_fixed_size_interval_var(self.start[op], self.length(op), f"i{op}")
-                for op in self._rank_ops(rank, F, B, W)
-            ]
-        )
-
-    def _precedes(self, a: Op, b: Op) -> cp_model.LinearExprT:
-        """Return a literal (or 0, 1) that a comes before b on their rank."""
-        if a[1] == b[1]:
-            if a[0] <= b[0] and a[2] <= b[2]:
-                return 1
-            if b[0] <= a[0] and b[2] <= a[2]:
-                return 0
-        if (b, a) in self.before:
-            return 1 - self.before[b, a]
-        if (a, b) not in self.before:
-            literal = self.model.new_bool_var(f"{a}<{b}")
-            self.model.add(self.start[b] >= self.end(a)).only_enforce_if(literal)
-            self.model.add(self.start[a] >= self.end(b)).only_enforce_if(~literal)
-            self.before[a, b] = literal
-        return self.before[a, b]
-
-    def _memory(self, rank: int) -> None:
-        """Keep the bytes held right after each F within the headroom.
-
-        And right after each B that adds bytes, where M_W > M_B.
+        The model's span of an order may be less than the order's own (`OrderModel`). Where the answer is such
+        an order, it is asked again with ranks that end as early as they can, unless it is short enough.
         """
-        instance, headroom = self.instance, self.instance.headroom[rank]
-        everything = sum(
-            instance.num_microbatches * max(instance.saved[s], instance.pending[s])
-            for s in instance.stages_of[rank]
-        )
-        if everything <= headroom:
-            return
-        growing = [op for op in self._rank_ops(rank, B) if instance.pending[op[1]] > instance.saved[op[1]]]
-        for here in self._rank_ops(rank, F) + growing:
-            held: list[cp_model.LinearExprT] = []
-            for op in self._rank_ops(rank, F, B, W):
-                kind, s, _ = op
-                size = (instance.saved[s], instance.pending[s] - instance.saved[s], -instance.pending[s])[
-                    kind
-                ]
-                if size:
-                    held.append(size * (1 if op == here else self._precedes(op, here)))
-            self.model.add(sum(held) <= headroom)
-        for (a, b), literal in self.before.items():
-            later = ((a[0], a[1], a[2] + 1), b)
-            if later in self.before:
-                self.model.add_implication(self.before[later], literal)
+        first = self._ask(lower, upper, hint, time_limit_s, early=False)
+        value = first.value_ns
+        if value is None or value <= first.bound_ns or not first.proved:
+            return first
+        if any_order and value <= upper:
+            return first
+        left = time_limit_s - first.seconds
+        again = self._ask(max(lower, first.bound_ns), upper, first.codes, left, early=True)
+        again = replace(again, seconds=first.seconds + again.seconds)
+        if again.codes is None and not again.proved and value <= upper:
+            return replace(again, codes=first.codes, value_ns=value)
+        return again
 
-    def _objective(self) -> None:
-        last = self.instance.num_microbatches - 1
-        for stages in self.instance.stages_of:
-            for s in stages:
-                if self.instance.objective == "makespan":
-                    self.model.add(self.value >= self.end((W, s, last)))
-                    continue
-                for x in stages:
-                    self.model.add(self.value >= self.end((W, s, last)) - self.start[F, x, 0])
-        self.model.minimize(self.value)
+    def _ask(
+        self, lower: int, upper: int, hint: Codes | None, time_limit_s: float, *, early: bool
+    ) -> ExactResult:
+        ticks = Ticks.of(self.instance, self.clock, early=early)
+        horizon = self._horizon(ticks, upper)
+        if horizon > _MOST_TICKS:
+            return ExactResult(None, None, lower, False, 0.0)
+        orders = OrderModel(ticks, horizon, ticks.least(lower), self.fusing)
+        if not orders.in_reach:
+            return ExactResult(None, None, upper + 1, True, 0.0)
+        orders.model.add(orders.value <= ticks.most(upper))
+        add_messages(orders)
+        orders.chain()
+        if early:
+            orders.end_early()
+        if hint is not None:
+            orders.hint(hint, self._starts(ticks, hint))
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = self.seed
+        solver.parameters.max_time_in_seconds = max(0.01, time_limit_s)
+        if ticks.ways:  # found to close more of these, by sooner trying more orders
+            solver.parameters.linearization_level = 0
+        status = run(solver, orders.model)
+        seconds = solver.wall_time
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            closed = status == cp_model.INFEASIBLE
+            return ExactResult(None, None, upper + 1 if closed else lower, closed, seconds)
+        codes = orders.codes(solver)
+        value = self.value(codes)
+        if value is None or not fits(self.instance, codes):
+            raise ArithmeticError("the solver's order deadlocks or exceeds a cap: a fault of the model")
+        bound = ticks.bound_ns(math.ceil(solver.best_objective_bound - 1e-6))
+        return ExactResult(codes, value, max(lower, bound), status == cp_model.OPTIMAL, seconds)
 
-    def hint(self, codes: Codes) -> None:
-        """Give a complete, feasible hint: every start and every boolean of a known order."""
-        starts = latest_starts(self.instance, codes)
-        for op, variable in self.start.items():
-            self.model.add_hint(variable, starts[op])
-        for (a, b), literal in self.before.items():
-            self.model.add_hint(literal, starts[a] < starts[b])
+    def _horizon(self, ticks: Ticks, upper: int) -> int:
+        """Return a time by which some order no longer than ``upper`` can end, counted from the first start.
 
-    def codes(self, solver: cp_model.CpSolver) -> Codes:
-        """Return the order of a solution. Every action has a length, so no two of a rank start together."""
-        rows = []
-        for rank in range(self.instance.num_ranks):
-            ops = self._rank_ops(rank, F, B, W)
-            ops.sort(key=lambda op: solver.value(self.start[op]))
-            rows.append([(kind, s) for kind, s, _ in ops])
-        return rows
+        With every B before the last B of the rank that starts first, B's end within ``upper`` and W's may
+        follow. Where that is not forced, it is the time of everything in a row.
+        """
+        instance, most = ticks.instance, ticks.most(upper) + ticks.spare
+        if instance.objective == "makespan":
+            return most
+        paths = Paths.of(instance)
+        if all(
+            paths.f_to_f(0, s) != NO_PATH and paths.b_to_b(s, 0) != NO_PATH
+            for s in range(instance.num_stages)
+        ):
+            weights = (sum(instance.weight[s] for s in row) for row in instance.stages_of)
+            return most + instance.num_microbatches * max(weights)
+        return ticks.most(self.longest()) + ticks.spare
 
-
-def safe_horizon(instance: Instance, upper: int) -> int:
-    """Return a time by which some order no longer than ``upper`` can end, counted from the first start.
-
-    With every B before the last B of the rank that starts first, B's end within ``upper`` and W's may follow.
-    Where that is not forced, it is the time of everything in a row.
-    """
-    paths = Paths.of(instance)
-    chain = all(
-        paths.f_to_f(0, s) != NO_PATH and paths.b_to_b(s, 0) != NO_PATH for s in range(instance.num_stages)
-    )
-    if instance.objective == "makespan":
-        return upper
-    if chain:
-        weights = max(
-            instance.num_microbatches * sum(instance.weight[s] for s in row) for row in instance.stages_of
-        )
-        return upper + weights
-    return sum(instance.work(r) for r in range(instance.num_ranks)) + _all_lags(instance)
+    def _starts(self, ticks: Ticks, codes: Codes) -> list[list[int]]:
+        """Return when an order's actions start in ticks, rank by rank, for a hint."""
+        if self.clock is None:
+            return latest_row_starts(ticks.instance, codes)
+        starts = self.clock.starts(codes)
+        assert starts is not None
+        return [[start // ticks.unit * ticks.factor for start in row] for row in starts]
 
 
 def solve_exact(
@@ -308,6 +190,8 @@ def solve_exact(
     incumbent: Codes | None = None,
     time_limit_s: float = 10.0,
     seed: int = 0,
+    clock: Clock | None = None,
+    fusing: Fusing = Fusing.AUTO,
 ) -> ExactResult:
     """Minimise span or makespan.
 
@@ -321,85 +205,60 @@ def solve_exact(
     lower
         A proved lower bound in ns.
     incumbent
-        The best known order without BW, for speed.
+        The best known order, for speed.
     time_limit_s
         Seconds.
     seed
         The solver's seed.
+    clock
+        The clock of the send mode, where sends hold their rank.
+    fusing
+        Which backwards may be, or are, fused.
     """
-    value = None if incumbent is None else value_of(instance, incumbent)
-    upper = (
-        value
-        if value is not None
-        else sum(instance.work(r) for r in range(instance.num_ranks)) + _all_lags(instance)
-    )
-    spent = 0.0
+    question = _Question(instance.without_sets(), clock, fusing, seed)
+    value = None if incumbent is None else question.value(incumbent)
+    upper, spent = question.longest() if value is None else value, 0.0
     if value is None or value > lower:
-        at_bound = _run(instance, lower, lower, None, time_limit_s / 3, seed)
+        at_bound = question.answer(lower, lower, None, time_limit_s / 3)
         spent = at_bound.seconds
         if at_bound.codes is not None:
             return at_bound
-    result = _run(
-        instance, lower, upper, incumbent if value is not None else None, time_limit_s - spent, seed
-    )
+        lower = max(lower, at_bound.bound_ns)
+    hint = None if value is None else incumbent
+    result = question.answer(lower, upper, hint, time_limit_s - spent)
     return ExactResult(result.codes, result.value_ns, result.bound_ns, result.proved, spent + result.seconds)
 
 
-def refute(instance: Instance, value_ns: int, *, time_limit_s: float = 10.0, seed: int = 0) -> bool | None:
+def refute(
+    instance: Instance,
+    value_ns: int,
+    *,
+    time_limit_s: float = 10.0,
+    seed: int = 0,
+    clock: Clock | None = None,
+) -> bool | None:
     """Return True if no order is shorter than ``value_ns``, proved anew, and False if one is.
 
     ``None`` if the time ran out.
     """
-    result = ask_below(instance, value_ns, time_limit_s=time_limit_s, seed=seed)
-    if result.codes is not None:
+    result = ask_below(instance, value_ns, time_limit_s=time_limit_s, seed=seed, clock=clock)
+    if result.value_ns is not None and result.value_ns < value_ns:
         return False
     return True if result.proved else None
 
 
-def ask_below(instance: Instance, value_ns: int, *, time_limit_s: float, seed: int = 0) -> ExactResult:
+def ask_below(
+    instance: Instance,
+    value_ns: int,
+    *,
+    time_limit_s: float,
+    seed: int = 0,
+    clock: Clock | None = None,
+) -> ExactResult:
     """Ask for any order shorter than ``value_ns``, or the proof that there is none.
 
     The proof is ``proved`` without ``codes``. A question far below the optimum is often answered in a second
     on problems that the solver never minimises: a short horizon leaves no choice.
     """
-    return _run(instance, 0, value_ns - 1, None, time_limit_s, seed)
-
-
-def _all_lags(instance: Instance) -> int:
-    """Return the sum of all travel times of a step."""
-    return instance.num_microbatches * sum(instance.rules.lags)
-
-
-def _run(
-    instance: Instance, lower: int, upper: int, hint: Codes | None, time_limit_s: float, seed: int
-) -> ExactResult:
-    """Ask for an order with a value from ``lower`` to ``upper``, as short as possible.
-
-    The model does not know of gradients that wait: its bounds hold, its orders are offered and may not fit.
-    """
-    instance = instance.without_sets()
-    ticks = Ticks.of(instance)
-    horizon = safe_horizon(ticks.instance, ticks.least(upper) + ticks.spare)
-    if horizon > _MOST_TICKS:
-        return ExactResult(None, None, lower, False, 0.0)
-    built = _Model(ticks.instance, horizon, ticks.least(lower))
-    if not built.in_reach:
-        return ExactResult(None, None, upper + 1, True, 0.0)
-    built.model.add(built.value <= ticks.most(upper))
-    if hint is not None:
-        built.hint(hint)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = seed
-    solver.parameters.max_time_in_seconds = max(0.01, time_limit_s)
-    status = run(solver, built.model)
-    seconds = solver.wall_time
-    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        codes = built.codes(solver)
-        value = value_of(instance, codes)
-        if value is None or not fits(instance, codes):
-            raise ArithmeticError("the solver's order deadlocks or exceeds a cap: a fault of the model")
-        bound = ticks.bound_ns(math.ceil(solver.best_objective_bound - 1e-6))
-        return ExactResult(codes, value, max(lower, bound), status == cp_model.OPTIMAL, seconds)
-    bound = upper + 1 if status == cp_model.INFEASIBLE else lower
-    return ExactResult(None, None, bound, status == cp_model.INFEASIBLE, seconds)
+    question = _Question(instance.without_sets(), clock, Fusing.AUTO, seed)
+    return question.answer(0, value_ns - 1, None, time_limit_s, any_order=True)

@@ -12,19 +12,25 @@ from fractions import Fraction
 from ortools.sat.python import cp_model
 
 from zbcompile.planner.bounds.bound import Bound
-from zbcompile.planner.core.instance import BW, is_chain
+from zbcompile.planner.core.instance import BW, Codes, Fusing, is_chain
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.exact.crossing import crossing_bound, grids, most_likely_ranks, rounding_loss, shifted
-from zbcompile.planner.exact.model import ask_below, exact_unit, solve_exact, split_is_exact
+from zbcompile.planner.exact.message_model import can_model
+from zbcompile.planner.exact.model import MODELS, ExactResult, ask_below, solve_exact, split_is_exact
+from zbcompile.planner.exact.ticks import exact_unit
 from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.run import Run
+from zbcompile.schedule.messages import messages_of
 
 __all__ = ["EXACT_ACTIONS", "Crossing", "Exact", "FromBelow", "QuickCrossing"]
 
 EXACT_ACTIONS = 400
 """Most actions for which the exact model is worth building."""
+
+WHOLE_ACTIONS = 200
+"""Most actions and messages for which fusing and what sends do to their ranks are in the exact model."""
 
 BELOW_ACTIONS = 6500
 """Most actions about which questions from below are asked."""
@@ -85,28 +91,57 @@ class Exact:
         return 0.0
 
     def prove(self, run: Run) -> Iterator[Bound | Order]:
-        """Yield the solver's order and bound."""
-        instance, best = run.instance, run.incumbent.order
-        exact = split_is_exact(instance) and not run.holds_rank
-        if best is not None and any(kind == BW for row in best.codes for kind, _ in row):
-            best = None
-        result = solve_exact(
-            instance if exact else instance.relaxed(),
-            lower=run.bound.value_ns,
-            incumbent=None if best is None else best.codes,
-            time_limit_s=max(0.1, min(self.limit * run.nominal_s, run.seconds_left)),
-            seed=run.seed,
-        )
+        """Yield the solver's orders and bound.
+
+        Where the user says what is fused, the best such order is asked for first; bounds are for all choices.
+        """
+        whole = whole_applies(run)
+        end = time.monotonic() + max(0.1, min(self.limit * run.nominal_s, run.seconds_left))
+        if whole and run.options.fusing is not Fusing.AUTO:
+            result = self._ask(run, run.options.fusing, (end - time.monotonic()) / 2)
+            if result.codes is not None:
+                yield self._order(run, result.codes)
+        result = self._ask(run, Fusing.AUTO, max(0.1, end - time.monotonic()))
         if result.codes is not None:
-            yield best.then(self.name, result.codes) if best else Order(result.codes, (self.name,))
+            yield self._order(run, result.codes)
         if result.bound_ns > run.bound.value_ns:
-            yield Bound(result.bound_ns, "cp_sat", instance.objective, _whole_witness(run, exact))
+            yield Bound(result.bound_ns, "cp_sat", run.instance.objective, _witness(run, whole))
+
+    def _ask(self, run: Run, fusing: Fusing, seconds: float) -> ExactResult:
+        """Ask the model of the problem, or that of costs that no fusing undercuts."""
+        best, whole = run.incumbent.codes, whole_applies(run)
+        if best is not None and not whole and any(kind == BW for row in best for kind, _ in row):
+            best = None
+        return solve_exact(
+            run.instance if whole else run.instance.relaxed(),
+            lower=run.bound.value_ns,
+            incumbent=best,
+            time_limit_s=seconds,
+            seed=run.seed,
+            clock=run.incumbent.clock if whole and run.holds_rank else None,
+            fusing=fusing,
+        )
+
+    def _order(self, run: Run, codes: Codes) -> Order:
+        best = run.incumbent.order
+        return best.then(self.name, codes) if best else Order(codes, (self.name,))
 
 
-def _whole_witness(run: Run, exact: bool) -> dict[str, object]:
-    """Return the witness of a bound by the model of the whole problem."""
-    model = "exact" if exact else "exact on costs that no fusing undercuts"
-    return {"solver": "CP-SAT", "model": model, "actions": run.actions}
+def whole_applies(run: Run) -> bool:
+    """Return whether the model of the whole problem is small enough, and knows its send mode.
+
+    Else only the model of costs that no fusing undercuts is asked, without what sends do to their ranks.
+    """
+    messages = sum(1 for _ in messages_of(run.problem)) if run.holds_rank else 0
+    if not can_model(run.problem.sends):
+        return False
+    plain = not messages and split_is_exact(run.instance)
+    return plain or run.actions + messages <= WHOLE_ACTIONS
+
+
+def _witness(run: Run, whole: bool) -> dict[str, object]:
+    """Return the witness of a bound by the model of the whole problem, or of costs that undercut it."""
+    return {"solver": "CP-SAT", "model": MODELS[0 if whole else 1], "actions": run.actions}
 
 
 def below_applies(run: Run) -> bool:
@@ -149,7 +184,7 @@ class FromBelow:
         if run.value is None:
             return
         instance = run.instance.relaxed()
-        witness = _whole_witness(run, split_is_exact(run.instance))
+        witness = _witness(run, split_is_exact(run.instance))
         high = run.value  # the highest question still worth asking
         end = time.monotonic() + min(run.seconds_left, run.nominal_s)
         while not run.proved and high - run.bound.value_ns > run.value // BELOW_STEPS:

@@ -9,6 +9,7 @@ timed under the send mode. Order and split are searched together, since fusing f
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -42,6 +43,9 @@ from zbcompile.schedule.semantics import SendMode
 
 __all__ = ["RuleOfThumb", "SplitOrFuse", "fusing_matters"]
 
+_HEAT = 0.001
+"""By which share of the best value annealed moves may lengthen an order at first, e-fold as seldom each."""
+
 _RULE_ACTIONS = 40_000
 """Most actions in all of the rule's forms that are offered: a fraction of a second."""
 
@@ -60,14 +64,14 @@ def fusing_matters(instance: Instance, sends: SendMode) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RuleOfThumb:
-    """The rule of thumb where no time is left for a search: long orders in fewer forms."""
+    """The rule of thumb, among the first orders: long orders in fewer forms."""
 
     name: str = "rule_of_thumb"
     instant: bool = True
 
     def applies(self, run: Run) -> bool:
-        """Return whether fusing matters, every rank has one stage, and the time is over."""
-        return run.done and run.alone and fusing_is_searched(run)
+        """Return whether fusing matters and every rank has one stage."""
+        return run.alone and fusing_is_searched(run)
 
     def propose(self, run: Run) -> Iterator[Order]:
         """Yield the rule's forms."""
@@ -105,9 +109,12 @@ class SplitOrFuse:
             yield from search.list_schedules()
         if not search.codes:  # the parts that make first orders were left out
             return
+        annealed = run.holds_rank and run.several
+        search.kept = 3 * search.left // 4 if annealed else 0
         yield from search.ranges()
         yield from search.single_actions()
-        yield from search.small_moves()
+        search.kept = 0
+        yield from search.annealed_moves() if annealed else search.small_moves()
         search.settle_ties()
         if search.score is not None:
             yield replace(search.found(), settles_tie=True)
@@ -123,7 +130,7 @@ class _Search:
 
     def __init__(self, run: Run, name: str, tries: int, share: float) -> None:
         self.run, self.instance, self.clock = run, run.instance, run.incumbent.clock
-        self.name, self.left = name, tries
+        self.name, self.left, self.kept = name, tries, 0
         self.reserve = run.seconds_left * (1 - share)
         self.score: tuple[int, int, int] | None = None
         self.codes: Codes = []
@@ -134,8 +141,8 @@ class _Search:
 
     @property
     def over(self) -> bool:
-        """Whether no tries or no time are left, or nothing is left to gain."""
-        return self.left <= 0 or self.run.proved or self.run.seconds_left <= self.reserve
+        """Whether no tries but those kept or no time are left, or nothing is left to gain."""
+        return self.left <= self.kept or self.run.proved or self.run.seconds_left <= self.reserve
 
     def found(self) -> Order:
         """Return the best order with its lineage."""
@@ -270,6 +277,38 @@ class _Search:
             if row is self.codes[rank]:
                 self.left -= 1
             elif self.take([row if r == rank else old for r, old in enumerate(self.codes)]):
+                yield self.found()
+
+    def annealed_moves(self) -> Iterator[Order]:
+        """The same with longer orders on the way, ever less so: for orders that hang together by messages.
+
+        An order is worth its value and a tenth of its ranks' mean span, so that orders of one value differ.
+        """
+        rng, instance, tries = random.Random(self.run.seed), self.instance, max(1, self.left)
+
+        def worth(score: Sequence[int]) -> float:
+            return score[0] + score[1] / (10 * instance.num_ranks)
+
+        if self.score is None:
+            return
+        codes, cost = self.codes, worth(self.score)
+        while not self.over:
+            self.left -= 1
+            rank = rng.randrange(instance.num_ranks)
+            row = codes[rank]
+            for _ in range(rng.randint(1, 3)):
+                moved = small_move(row, rng)
+                row = moved if in_order(moved) else row
+            changed = [row if r == rank else old for r, old in enumerate(codes)]
+            if row is codes[rank] or not fits(instance, changed):
+                continue
+            found = self.clock.score(changed)
+            if found is None:
+                continue
+            heat = _HEAT * self.score[0] * self.left / tries
+            if worth(found) <= cost - heat * math.log(1 - rng.random()):
+                codes, cost = changed, worth(found)
+            if found < self.score[:2] and self.take(changed):
                 yield self.found()
 
     def settle_ties(self) -> None:
