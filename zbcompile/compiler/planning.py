@@ -150,7 +150,11 @@ def _without_recompute(
         found = solve(first, profile, num_ranks, num_microbatches)
     except (InfeasibleError, NoOrderError):
         return None
-    free = [bound_of(problem.with_(placement=placement, caps=())) for placement in placements]
+    profiles = [on_ranks(profile, placement, _speeds(options)) for placement in placements]
+    free = [
+        bound_of(problem.with_(profile=here, placement=placement, caps=()))
+        for here, placement in zip(profiles, placements, strict=True)
+    ]
     return found if found.certificate.value_ns <= min(bound.value_ns for bound in free) else None
 
 
