@@ -134,17 +134,15 @@ def _without_recompute(
 
     It cannot where no cap is ever reached, or where the plan takes as little as it would without any cap.
     """
-    problem = _problem(options, profile, num_ranks, num_microbatches)
-    if _placement(options, num_ranks) is None:
-        from zbcompile.planner.placements import placements_for
+    from zbcompile.planner.assignments import bound_of
+    from zbcompile.planner.placements import placements_for
 
+    problem = _problem(options, profile, num_ranks, num_microbatches)
+    placements = [problem.placement]
+    if _placement(options, num_ranks) is None:
         placements = [placement for _, placement in placements_for(problem, num_ranks)]
-    else:
-        placements = [problem.placement]
     if not any(memory_may_bind(problem.with_(placement=placement)) for placement in placements):
         return solve(options, profile, num_ranks, num_microbatches)
-    from zbcompile.planner.assignments import bound_of
-
     first = replace(options, time_limit_s=_FIRST_SHARE * options.time_limit_s)
     try:
         found = solve(first, profile, num_ranks, num_microbatches)
