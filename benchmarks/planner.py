@@ -4,8 +4,8 @@
     python benchmarks/planner.py ablate --help      what each part of the planner is worth
 
 Prints for every row: ours, the peer's figure, the bound, the gap, wall and processor seconds. Times
-in milliseconds. Sections: paper, makespan, starved, v, v_min, looped, variants, unequal,
-large, cuts. Default: all.
+in milliseconds. Sections: paper, makespan, starved, v, v_min, looped, variants, unequal (stages),
+unequal_microbatches, large, cuts. Default: all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,18 @@ from zbcompile.planner.plan import plan
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.cuts import CutProblem
 from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.simulate import simulate
 from zbcompile.schedule.solution import Solution
+from zbcompile.schedule.sum_order import renumbered
 
 DATA = Path(__file__).resolve().parent.parent / "tests" / "data"
 PAPER = json.loads((DATA / "paper_profiles.json").read_text())["configs"]
-TARGETS = {row["name"]: row for row in json.loads((DATA / "targets.json").read_text())["problems"]}
-CUT = json.loads((DATA / "targets.json").read_text())["cut"]
+_TARGETS = json.loads((DATA / "targets.json").read_text())
+TARGETS = {row["name"]: row for row in _TARGETS["problems"]}
+DRAWS = _TARGETS["unequal_microbatches"]["sizes"]
+CUT = _TARGETS["cut"]
 PEER = json.loads((DATA / "peer_schedules.json").read_text())["runs"]
 Row = dict[str, Any]
 
@@ -291,6 +296,37 @@ def unequal(count: int) -> None:
     print(f"unequal: median gap {statistics.median(gaps):.2%}, worst {max(gaps):.2%} of {count}")
 
 
+def unequal_microbatches(
+    count: int, caps: Sequence[int] = (1, 2), variations: Sequence[str] = tuple(DRAWS)
+) -> None:
+    """Ten draws of sizes per coefficient of variation, 1.5B p = 8 m = 24, makespan, cap 1p and 2p, level 1.
+
+    The 'peer' is the order for equal microbatches with the microbatches as they come; the note has the same
+    order with the shortest first.
+    """
+    profile = Profile.uniform(StageCost.simple(18_522_000, 18_086_000, 9_337_000, 201216, 73728), 8, 601_000)
+    for cap in caps:
+        alike = Problem.of(profile, None, 24, 201216 * 8 * cap, "makespan")
+        order = plan(alike, level=1)
+        for variation in variations:
+            gains, rising_gains, gaps = [], [], []
+            for k, sizes in enumerate(DRAWS[variation][:count]):
+                problem = alike.with_(microbatch_costs=tuple(map(MicrobatchCost.of, sizes)))
+                solution, wall, cpu = timed(problem, 300, level=1)
+                given = simulate(order.schedule, problem).value_ns
+                by_size = tuple(sorted(range(24), key=sizes.__getitem__))
+                rising = simulate(renumbered(order.schedule, by_size), problem).value_ns
+                gains.append(1 - solution.certificate.value_ns / given)
+                rising_gains.append(1 - rising / given)
+                gaps.append(solution.certificate.gap)
+                note = f"shortest first {rising / 1e6:.3f}"
+                line(f"cap {cap}p, variation {variation}, draw {k}", solution, wall, cpu, given, note)
+            print(
+                f"cap {cap}p, variation {variation}: {statistics.mean(gains):.1%} shorter than as given "
+                f"(shortest first {statistics.mean(rising_gains):.1%}), gap {statistics.mean(gaps):.1%}"
+            )
+
+
 def large() -> None:
     """p = 64, m = 512, unit times, cap 1p and 2p; peak memory of this process."""
     for caps in (1, 2):
@@ -337,6 +373,7 @@ def main() -> None:
         "variants": variants,
         "makespan": makespan,
         "unequal": lambda: unequal(min(20, arguments.rows)),
+        "unequal_microbatches": lambda: unequal_microbatches(arguments.rows),
         "starved": starved,
         "cuts": cuts,
         "v": lambda: v(arguments.first, arguments.rows),

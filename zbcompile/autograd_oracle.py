@@ -84,6 +84,7 @@ def autograd_step(
     *,
     seed: int,
     step: int,
+    order: Sequence[int] = (),
 ) -> list[Tensor]:
     """Run forward and backward of every microbatch in order; gradients are divided by their number.
 
@@ -99,19 +100,22 @@ def autograd_step(
         Per stage, the number of random operators of its forward (`count_draws`).
     seed, step
         Of the pipeline that is compared: they choose the random streams.
+    order
+        The order of the microbatches (`zbcompile.Pipeline.microbatch_order`); empty: 0, 1, 2, ...
 
     Returns
     -------
     list of Tensor
-        The losses.
+        The losses, by microbatch.
 
     Raises
     ------
     CheckError
         The model draws another number of random tensors than the stages do.
     """
-    losses = []
-    for index, inputs in enumerate(microbatches):
+    losses: dict[int, Tensor] = {}
+    for index in order or range(len(microbatches)):
+        inputs = microbatches[index]
         with _streams(draws, seed, step, index) as streams:
             loss = loss_of(model(**inputs))
             if streams.seen != streams.total:
@@ -122,8 +126,8 @@ def autograd_step(
                 )
             streams.backward = True
             loss.backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
+        losses[index] = loss.detach()
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.div_(len(microbatches))
-    return losses
+    return [losses[index] for index in range(len(microbatches))]

@@ -11,6 +11,7 @@ from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
 from zbcompile.schedule.ir import PLACEMENTS, Placement, Schedule
 from zbcompile.schedule.limits import check_seed
+from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import ACCUMULATE, OBJECTIVES, TRANSPORTS
 from zbcompile.schedule.solution import Solution
 
@@ -78,6 +79,8 @@ class CompileOptions:
         Whether batches of other shapes get an order of their own, or are refused.
     fixed_branches
         Whether branches on data take the side that they take on the example, and are checked at every step.
+    microbatch_costs
+        What each microbatch costs, as factors of the costs of the stages; empty: all cost the same.
     skip
         Names of rewrites of graphs to leave out, as ``ZBCOMPILE_SKIP`` has them.
     cuts
@@ -130,6 +133,7 @@ class CompileOptions:
     kept_gradients: bool = False
     cache: str | None = None
     skip: tuple[str, ...] = ()
+    microbatch_costs: tuple[MicrobatchCost, ...] = ()
     cuts: str | None = None
     rank_speeds: tuple[int, ...] = ()
     levels: tuple[Recompute, ...] | None = None
@@ -163,6 +167,14 @@ class CompileOptions:
                     fix="write for instance memory_limit=4 << 30 for 4 GiB",
                 )
 
+        count = self.num_microbatches if self.schedule is None else self.schedule.num_microbatches
+        if self.microbatch_costs and count is not None and len(self.microbatch_costs) != count:
+            raise UsageError(
+                "one cost per microbatch",
+                where="microbatch_costs",
+                needed=count,
+                given=len(self.microbatch_costs),
+            )
         if self.schedule is not None:
             self._check_beside_schedule(self.schedule)
 
@@ -215,6 +227,10 @@ class CompileOptions:
         if self.result_dim is not None:
             return self.result_dim
         return self.batch_dim if isinstance(self.batch_dim, int) else 0
+
+    def costs_of(self, num_microbatches: int) -> tuple[MicrobatchCost, ...]:
+        """Return what each of so many microbatches costs; empty, for all alike, for another number."""
+        return self.microbatch_costs if len(self.microbatch_costs) == num_microbatches else ()
 
     def agreed_parts(self) -> dict[str, str]:
         """Everything that all ranks must have been asked for alike, as text by name.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from zbcompile.compiler.arguments import (
     check_types,
     limits_of,
+    microbatch_costs_of,
     placement_of,
     plan_of_checkpoint,
     profile_of,
@@ -44,9 +45,11 @@ from zbcompile.runtime.stage_modules import Stage
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
 from zbcompile.schedule.ir import Placement, Schedule
+from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import ACCUMULATE, TRANSPORTS
 from zbcompile.schedule.solution import Certificate, Solution
 from zbcompile.schedule.speeds import speeds_of
+from zbcompile.schedule.sum_order import sum_order
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +71,7 @@ def compile(
     example_target: Any = None,
     loss_fn: Callable[..., Tensor] | None = None,
     num_microbatches: int | None = None,
+    microbatch_costs: Sequence[float | MicrobatchCost | tuple[float, float]] | None = None,
     memory_limit: int | Sequence[int | None] | None = None,
     placement: str | Placement | Sequence[int] = "auto",
     objective: str = "span",
@@ -116,8 +120,13 @@ def compile(
         ``step(metrics=...)``; not needed where the model returns its own loss. The parameters of a loss that
         is a module are trained too, in the last stages, as ``loss_fn.<name>``.
     num_microbatches
-        Of a batch of the example's size. Default: the largest divisor of the batch up to twice the number of
-        ranks.
+        Of a batch of the example's size. Default: as many as ``microbatch_costs`` has, or the largest divisor
+        of the batch up to twice the number of ranks.
+    microbatch_costs
+        What each microbatch costs where they differ: a factor of all times, a pair of factors (times, bytes),
+        or a `zbcompile.schedule.microbatches.MicrobatchCost` with one per stage. Their order is then planned,
+        and gradients are summed in it (`Pipeline.microbatch_order`); see docs/training.md. Default: as the
+        plan or profile file that was given says, else all alike.
     memory_limit
         Bytes per rank, one for all or one each: parameters, gradients, optimizer state (two tensors per
         parameter), activations, and gradients that wait for their turn in the sum (``accumulate``). Not
@@ -229,11 +238,13 @@ def compile(
     check_types(model, example_args, example_kwargs)
     saved = plan_of_checkpoint(schedule)
     order, planned = schedule_of(schedule if saved is None else saved)
+    costs = microbatch_costs_of(microbatch_costs, profile, schedule, saved)
     options = CompileOptions(
         model=model,
         num_stages=num_stages,
         loss_fn=loss_fn,
-        num_microbatches=num_microbatches,
+        num_microbatches=len(costs) if num_microbatches is None and costs else num_microbatches,
+        microbatch_costs=costs,
         memory_limit=limits_of(memory_limit),
         placement=placement_of(placement),
         objective=objective,
@@ -481,6 +492,15 @@ class Pipeline(Sequence[Stage]):
     def profile(self) -> Profile:
         """The costs that the order was planned with."""
         return self._ready().plan.problem.profile
+
+    @property
+    def microbatch_order(self) -> tuple[int, ...]:
+        """The microbatches of a batch like the example in the order in which gradients are summed.
+
+        0, 1, 2, ... but where ``microbatch_costs`` differ: a plain loop in this order has the same bits.
+        """
+        plan = self._ready().plan
+        return sum_order(plan.schedule, plan.problem)
 
     @property
     def rank(self) -> int | None:

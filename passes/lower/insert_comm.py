@@ -85,7 +85,8 @@ def insert_comm(
     if problem.sends.holds_rank:
         placed = insert_communication(schedule, problem)
         return CommSchedule(placed, None, _unbounded_value(placed, problem))
-    if is_well_formed(schedule.compute_only(), problem):
+    alike = not problem.microbatch_costs
+    if alike and is_well_formed(schedule.compute_only(), problem):
         clock = SlotClock(schedule.compute_only(), problem)
         return _fewest(schedule, problem, lambda depth: clock.placed(depth).value, compute_ns)
 

@@ -84,13 +84,14 @@ def _judged_times(schedule: Schedule, problem: Problem) -> Times:
 def _quick_times(schedule: Schedule, problem: Problem) -> Times | None:
     """Return the same by the planner's clocks, for orders whose microbatches are numbered as it numbers them.
 
-    Those clocks equal `simulate` by test. None for other orders.
+    Those clocks equal `simulate` by test. None for other orders, and where microbatches differ in cost.
     """
     from zbcompile.planner.core.instance import BW, Instance, is_numbered, to_codes
     from zbcompile.planner.core.score import fits
     from zbcompile.planner.core.scorer import fast_value
 
-    if not is_well_formed(schedule, problem) or not is_numbered(schedule):
+    alike = not problem.microbatch_costs
+    if not alike or not is_well_formed(schedule, problem) or not is_numbered(schedule):
         return None
     codes, instance, value = to_codes(schedule), Instance.of(problem), fast_value(problem)
 

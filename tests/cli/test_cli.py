@@ -118,6 +118,27 @@ def test_options_win_over_the_file(capsys, profile_path: Path) -> None:
     assert problem.placement == Placement((0, 1, 1))
 
 
+def test_costs_of_microbatches_are_planned_shown_and_checked(
+    capsys, profile_path: Path, tmp_path: Path
+) -> None:
+    out, option = tmp_path / "plan.json", "--microbatch-costs"
+    code, _, _ = run(capsys, "plan", profile_path, option, "1,2.5,.4,1x2", "--time-limit", 1, "-o", out)
+    assert code == 0
+    written = json.loads(out.read_text())["microbatch_costs"]
+    assert written[1:3] == [{"time_ppm": [2_500_000]}, {"time_ppm": [400_000]}]
+    assert written[3] == {"time_ppm": [1_000_000], "bytes_ppm": [2_000_000]}
+    assert run(capsys, "check", out, "--certificate")[0] == 0
+    code, shown, _ = run(capsys, "show", out)
+    assert code == 0
+    assert "microbatches of different cost" in shown
+    code, _, err = run(capsys, "plan", profile_path, option, "1,two")
+    assert code == 2
+    assert "--microbatch-costs, microbatch 1" in err
+    code, _, err = run(capsys, "rehearse", out)
+    assert code == 2
+    assert "sleeps as long for every microbatch" in err
+
+
 def test_auto_tries_the_placements_that_fit_and_keeps_the_best(capsys, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     path.write_text(profile_json.dumps(Profile.uniform(StageCost.simple(3000, 3000, 2000, 2, 1), 4, 10)))

@@ -24,12 +24,20 @@ from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement, Schedule
 from zbcompile.schedule.messages import messages_of
+from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, simulate
 from zbcompile.schedule.solution import Certificate, Solution
 
 PROFILES = EXAMPLES / "profiles"
 VALIDATORS = {name: jsonschema.Draft202012Validator(json.loads(schema_text(name))) for name in SCHEMAS}
+
+
+def some_costs(draw: st.DrawFn, count: int, stages: int) -> tuple[MicrobatchCost, ...]:
+    """Draw costs of microbatches; none in half of the cases."""
+    factor = st.integers(0, 3_000_000)
+    rows = st.one_of(st.tuples(factor), st.tuples(*[factor] * stages))
+    return tuple(MicrobatchCost(draw(rows), draw(rows)) for _ in range(count * draw(st.booleans())))
 
 
 @st.composite
@@ -47,6 +55,7 @@ def solutions(draw: st.DrawFn) -> Solution:
         ),
         objective=draw(st.sampled_from(["span", "makespan"])),
         transport=draw(st.sampled_from(["async", "rendezvous", "batched"])),
+        microbatch_costs=some_costs(draw, problem.num_microbatches, problem.num_stages),
     )
     schedule = greedy_order(problem, Random(draw(st.integers(0, 999))))
     if draw(st.booleans()):
@@ -79,6 +88,7 @@ def profile_files(draw: st.DrawFn) -> ProfileFile:
         draw(st.sampled_from([(), (7,)])),
         draw(st.sampled_from([None, "span", "makespan"])),
         draw(st.sampled_from([None, "batched"])),
+        microbatch_costs=some_costs(draw, problem.num_microbatches, problem.num_stages),
     )
 
 
@@ -343,3 +353,32 @@ def test_text_for_people_is_written_as_it_can_be_read() -> None:
     assert back.source == "one two"
     assert back.stages[0].name.startswith("layer \\x1b[2Jxxx")
     assert len(back.stages[0].name) == 1000
+
+
+@pytest.mark.parametrize(
+    ("costs", "words"),
+    [
+        ([{"time_ppm": [1_000_000]}], "one cost per microbatch"),
+        ([{"time_ppm": []}] * 2, "microbatch_costs"),
+        ([{"time_ppm": [1.5]}] * 2, "time_ppm"),
+        ([{"time_ppm": [1, 1, 1]}] * 2, "one for all stages or one per stage"),
+        ([{"time_ppm": [10**10]}] * 2, "time_ppm"),
+        ([{"seconds": 1}] * 2, "seconds"),
+    ],
+)
+def test_costs_of_microbatches_that_cannot_be_meant_are_refused(costs: object, words: str) -> None:
+    solution = small_solution()
+    for text, read in (
+        (schedule_json.dumps(solution), schedule_json.loads),
+        (profile_json.dumps(ProfileFile(solution.problem.profile, None, 2)), profile_json.loads),
+    ):
+        with pytest.raises(FormatError, match=words):
+            read(json.dumps(json.loads(text) | {"microbatch_costs": costs}))
+
+
+def test_costs_of_microbatches_that_do_not_add_up_are_refused() -> None:
+    large = Profile.uniform(StageCost.simple(1 << 45, 0, 0), 1)
+    text = profile_json.dumps(ProfileFile(large, None, 1))
+    assert profile_json.loads(text).num_microbatches == 1
+    with pytest.raises(FormatError, match="too large to add up"):
+        profile_json.loads(json.dumps(json.loads(text) | {"microbatch_costs": [{"time_ppm": [10**9]}]}))

@@ -231,6 +231,7 @@ RICH: dict[str, Any] = {
     "edges": [{"source": k, "target": k + 1, "forward_bytes": k, "has_gradient": k > 0} for k in range(3)],
     "links": [{"source_rank": 0, "target_rank": 1, "latency_ns": 4}],
     "caps_bytes": [9000, None],
+    "microbatch_costs": [{"time_ppm": [1_300_000]}, {"time_ppm": [5], "bytes_ppm": [1, 2, 3, 4]}],
 }
 
 
@@ -244,6 +245,7 @@ def test_what_a_schema_refuses_the_reader_refuses(name: str, seed: int) -> None:
     elif name == "schedule" and rng.random() < 0.7:
         value["profile"]["stages"] = [{**WAY, "repeat": 2, "variants": [WAY]}]
         value["certificate"]["lineage"] = ["v_list", "anneal"]
+        value["microbatch_costs"] = [{"time_ppm": [1, 2]}, {"bytes_ppm": [3]}]
     assert takes(READERS[name], value)
     for _ in range(10):
         wrong = broken(rng, value)

@@ -232,6 +232,7 @@ def _problem_words(rng: random.Random, put: Callable[[str, str], str]) -> list[s
     words += _maybe(rng, 0.25, "--placement", _value(rng, *places))
     words += _maybe(rng, 0.15, "--ranks", _value(rng, "1", "2", "3", "5000"))
     words += _maybe(rng, 0.4, "--microbatches", _value(rng, "1", "2", "3", "4", "5", "6", "12", "1048576"))
+    words += _maybe(rng, 0.15, "--microbatch-costs", _value(rng, "1,2", "1,.5,2x3,1", "1", "1,,2", "1e9,1"))
     words += _maybe(rng, 0.15, "--objective", _value(rng, "span", "makespan"))
     words += _maybe(rng, 0.2, "--transport", _value(rng, "async", "rendezvous", "batched"))
     words += _maybe(rng, 0.15, "--accumulate", _value(rng, "order", "memory"))

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
-from zbcompile.schedule.problem import ACCUMULATE, Problem
+from zbcompile.schedule.microbatches import MicrobatchCost
+from zbcompile.schedule.problem import ACCUMULATE, OBJECTIVES, Problem
 from zbcompile.schedule.rules import Rules, predecessors
 
 _TIME = st.integers(0, 9)
@@ -61,6 +62,17 @@ def problems(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 4) -> 
     accumulate = draw(st.sampled_from(ACCUMULATE))
     problem = Problem(profile, placement, draw(st.integers(1, max_microbatches)))
     return problem.with_(accumulate=accumulate, kept_gradients=draw(st.booleans()))
+
+
+@st.composite
+def unequal_problems(draw: st.DrawFn, max_ranks: int = 3, max_microbatches: int = 4) -> Problem:
+    """Draw problems whose microbatches differ in times, bytes and sizes of messages, some per stage."""
+    problem = draw(problems(max_ranks, max_microbatches))
+    factor = st.integers(0, 3_000_000)
+    row = st.one_of(st.tuples(factor), st.tuples(*[factor] * problem.num_stages))
+    costs = tuple(MicrobatchCost(draw(row), draw(row)) for _ in range(problem.num_microbatches))
+    objective = draw(st.sampled_from(OBJECTIVES))
+    return problem.with_(microbatch_costs=costs, objective=objective)
 
 
 def greedy_order(problem: Problem, random: Random | None = None, fuse: float = 0.3) -> Schedule:

@@ -17,6 +17,7 @@ from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.formats.streams import say
 from zbcompile.schedule.ir import PLACEMENTS, Placement
 from zbcompile.schedule.limits import MAX_AMOUNT, check_plannable
+from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.speeds import speeds_of
 
@@ -116,6 +117,26 @@ def _cap(text: str, problem: Problem, rank: int) -> int | None:
         return _bytes(number, unit)
     saved = sum(problem.profile.stages[s].saved_bytes for s in problem.placement.stages_of(rank))
     return _bounded(problem.static_bytes(rank) + int(number * problem.num_ranks * saved))
+
+
+def parse_microbatch_costs(text: str | None) -> tuple[MicrobatchCost, ...]:
+    """Read ``1,1.3,.8x2``: per microbatch the factor of its times, and after an x that of its bytes.
+
+    Raises
+    ------
+    UsageError
+        A factor is no number from 0 to 1000.
+    """
+    costs = []
+    for i, word in enumerate(text.split(",") if text is not None else ()):
+        time, _, size = word.partition("x")
+        try:
+            costs.append(MicrobatchCost.of(time, size or "1"))
+        except UsageError as error:
+            where = f"--microbatch-costs, microbatch {i}"
+            needed = "such as 1.3 or 1.3x2"
+            raise UsageError(error.what, where=where, needed=needed, given=word[:40]) from None
+    return tuple(costs)
 
 
 def parse_time(text: str, whole_ns: int) -> int:
@@ -229,6 +250,7 @@ def load_problem(arguments: argparse.Namespace, file: ProfileFile | None = None)
         transport=arguments.transport,
         accumulate=arguments.accumulate,
         kept_gradients=arguments.kept_gradients,
+        microbatch_costs=parse_microbatch_costs(arguments.microbatch_costs),
     )
     check_plannable(problem, where_of(arguments.profile))
     return problem.with_(caps=parse_caps(arguments.cap, problem)) if capped else problem

@@ -62,6 +62,12 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--microbatches", type=positive, metavar="M", help="microbatches of a step (2 per rank)"
     )
+    parser.add_argument(
+        "--microbatch-costs",
+        type=words,
+        metavar="FACTORS",
+        help="times of every microbatch as a factor of the profile's: 1,1.3,.8x2,... (after the x: of bytes)",
+    )
     parser.add_argument("--objective", choices=OBJECTIVES, help="what to make short (span)")
     parser.add_argument("--transport", choices=TRANSPORTS, help="how sends behave (async)")
     parser.add_argument("--accumulate", choices=ACCUMULATE, help=_ACCUMULATE_HELP + " (order)")

@@ -17,9 +17,18 @@ from zbcompile.options import MemoryLimit
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
 from zbcompile.schedule.ir import Placement, Schedule
+from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.solution import Solution
 
-__all__ = ["check_types", "limits_of", "placement_of", "plan_of_checkpoint", "profile_of", "schedule_of"]
+__all__ = [
+    "check_types",
+    "limits_of",
+    "microbatch_costs_of",
+    "placement_of",
+    "plan_of_checkpoint",
+    "profile_of",
+    "schedule_of",
+]
 
 
 def check_types(model: object, args: object, kwargs: object) -> None:
@@ -59,6 +68,47 @@ def profile_of(profile: Profile | Device | str | os.PathLike[str] | None) -> Pro
     if isinstance(profile, str | os.PathLike):
         return profile_json.loads(read_text(profile), str(profile)).profile
     return profile
+
+
+def microbatch_costs_of(
+    costs: Sequence[float | MicrobatchCost | tuple[float, float]] | None,
+    profile: object,
+    schedule: object,
+    saved: Solution | None,
+) -> tuple[MicrobatchCost, ...]:
+    """Return what each microbatch costs: as given, else as the plan or the profile file that was named says.
+
+    Raises
+    ------
+    UsageError
+        An entry is no factor, no pair of factors (times, bytes) and no `MicrobatchCost`.
+    """
+    if costs is not None:
+        return tuple(_cost_of(cost) for cost in costs)
+    if saved is None and isinstance(schedule, Solution):
+        saved = schedule
+    problem = None if saved is None else saved.problem
+    if problem is None and isinstance(schedule, str | os.PathLike):
+        problem = load_schedule(read_text(schedule), str(schedule))[0].problem
+    if problem is not None or schedule is not None:
+        return () if problem is None else problem.microbatch_costs
+    if isinstance(profile, str | os.PathLike):
+        return profile_json.loads(read_text(profile), str(profile)).microbatch_costs
+    return ()
+
+
+def _cost_of(cost: object) -> MicrobatchCost:
+    if isinstance(cost, MicrobatchCost):
+        return cost
+    factors = cost if isinstance(cost, tuple) else (cost,)
+    if 1 <= len(factors) <= 2 and all(isinstance(f, int | float | str) for f in factors):
+        return MicrobatchCost.of(*factors)
+    raise UsageError(
+        "a microbatch's cost is a factor, a pair of factors (times, bytes) or a MicrobatchCost",
+        where="microbatch_costs",
+        given=repr(cost)[:60],
+        fix="write for instance microbatch_costs=[1, 1.3, (0.8, 2)]",
+    )
 
 
 def plan_of_checkpoint(schedule: object) -> Solution | None:

@@ -40,6 +40,7 @@ from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.randomness import draws_random_numbers
 from zbcompile.runtime.spec import PipelineSpec
 from zbcompile.schedule.devices import Device
+from zbcompile.schedule.sum_order import sum_order
 
 __all__ = ["TrainingForm", "first_form", "form_name", "further_form"]
 
@@ -96,6 +97,7 @@ class TrainingForm:
             plan.comm.one_communicator,
             self._options.gradient_dtype,
             accumulate=plan.problem.accumulate,
+            microbatch_order=sum_order(plan.schedule, plan.problem) if plan.problem.microbatch_costs else (),
         )
         starts = planned_starts(plan.comm, plan.problem)
         self.runner = make_runner(group, self.spec, self.programs, starts)
@@ -143,6 +145,7 @@ def first_form(
     ``capture -> fold_constant_masks -> partition -> split_backward -> verify``, then as `_planned`.
     """
     _check_number(options, call)
+    _check_costs(options, call)
     cache = PlanCache(options, num_ranks, call)
     alone = num_ranks == options.num_stages
     staged = _stages(
@@ -202,6 +205,7 @@ def further_form(
         solution=None,
         placement=first.plan.schedule.placement,
         num_microbatches=None,
+        microbatch_costs=options.costs_of(call.num_microbatches),
         rank_speeds=(),  # the first form's costs are those of its ranks
         time_limit_s=min(options.time_limit_s, _AT_ONCE_S),
     )
@@ -221,6 +225,20 @@ def _check_number(options: CompileOptions, call: CallForm) -> None:
             needed=f"{given.num_microbatches} microbatches of equal shape",
             given=f"{call.num_microbatches} of {call.rows} rows",
             fix="give as many, or compile without schedule=",
+        )
+
+
+def _check_costs(options: CompileOptions, call: CallForm) -> None:
+    """Refuse costs for microbatches that do not run together."""
+    costs, count = len(options.microbatch_costs), call.num_microbatches
+    if costs not in (0, count):
+        raise UsageError(
+            "the microbatches that have a cost do not all have one shape: those of different shape run in "
+            "groups, one after the other",
+            where="microbatch_costs",
+            needed=f"{count} costs: the first group has so many of {call.rows} rows",
+            given=costs,
+            fix="give microbatches of one shape, or leave microbatch_costs out",
         )
 
 

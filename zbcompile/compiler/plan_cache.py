@@ -94,6 +94,7 @@ class PlanCache:
             options.transport,
             accumulate=options.accumulate,
             kept_gradients=options.kept_gradients,
+            microbatch_costs=options.costs_of(self._call.num_microbatches),
         )
         sizes = (made.num_stages, made.num_ranks)
         value_ns = checked_times(solution.schedule, made).value_ns

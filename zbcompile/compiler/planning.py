@@ -202,6 +202,7 @@ def _problem(options: CompileOptions, profile: Profile, num_ranks: int, num_micr
         options.transport,
         accumulate=options.accumulate,
         kept_gradients=options.kept_gradients,
+        microbatch_costs=options.costs_of(num_microbatches),
     )
     return problem.with_(profile=on_ranks(profile, problem.placement, _speeds(options) if placement else ()))
 
@@ -244,7 +245,8 @@ def keep_order_of_changes(schedule: Schedule, staged: StagedModel) -> None:
                 "so its forwards must run in the order of the microbatches",
                 where=f"rank {rank}",
                 given=" ".join(map(str, order)),
-                fix="use an order that keeps them, or freeze the buffer (evaluation mode of its module)",
+                fix="use an order that keeps them, leave microbatch_costs out, or freeze the buffer "
+                "(evaluation mode of its module)",
             )
 
 

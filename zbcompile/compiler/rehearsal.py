@@ -33,6 +33,12 @@ def rehearse(
     PipelineError, UsageError
         A rank failed; the order has one rank, or another number than the process group.
     """
+    if solution.problem.microbatch_costs:
+        raise UsageError(
+            "a rehearsal sleeps as long for every microbatch, and these differ in cost",
+            where="microbatch_costs",
+            fix="rehearse a plan for microbatches that are alike",
+        )
     plan = lower(solution, merge=False)
     programs = plan.programs()
     num_ranks = plan.problem.num_ranks

@@ -16,6 +16,7 @@ from zbcompile.errors import UsageError
 from zbcompile.formats.measured_json import Measured
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Kind, Schedule
+from zbcompile.schedule.microbatches import MILLION
 from zbcompile.schedule.problem import Problem
 
 __all__ = ["profile_of"]
@@ -89,7 +90,7 @@ def profile_of(measured: Measured, schedule: Schedule, problem: Problem, *, link
         measured_links = _links(messages, max(_SHORTEST_WAIT_NS, 2 * host), problem.profile)
     return replace(
         problem.profile,
-        stages=_stages(measured, problem.profile),
+        stages=_stages(measured, problem),
         links=tuple(sorted((dict(problem.profile.links) | measured_links).items(), key=lambda item: item[0])),
         overhead_ns=host,
         source=f"{measured.source}: a step that ran",
@@ -109,12 +110,17 @@ def _check_whole(measured: Measured, schedule: Schedule) -> None:
             )
 
 
-def _stages(measured: Measured, profile: Profile) -> tuple[StageCost, ...]:
+def _stages(measured: Measured, problem: Problem) -> tuple[StageCost, ...]:
+    """Return the costs of the stages: medians, of times without the factors of microbatches that differ."""
     times: dict[tuple[Kind, int], list[int]] = {}
+    profile, costs = problem.profile, problem.microbatch_costs
     for row in measured.ranks:
         for action, start, end in row:
             if action.kind.is_compute:
-                times.setdefault((action.kind, action.stage), []).append(end - start)
+                factor = costs[action.microbatch].time_of(action.stage) if costs else MILLION
+                if factor:
+                    plain = (end - start) * MILLION // factor
+                    times.setdefault((action.kind, action.stage), []).append(plain)
     medians = {key: _median(values, 0) for key, values in times.items()}
     return tuple(_stage(cost, medians, s) for s, cost in enumerate(profile.stages))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -17,7 +18,8 @@ from zbcompile.formats.shapes import AMOUNT, TEXT, Flag, ListOf, OneOrEach, Sche
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import MAX_COUNT, PLACEMENTS, Placement
 from zbcompile.schedule.limits import check_amounts
-from zbcompile.schedule.problem import ACCUMULATE, OBJECTIVES, TRANSPORTS
+from zbcompile.schedule.microbatches import MILLION, MOST_FACTOR_PPM, MicrobatchCost
+from zbcompile.schedule.problem import ACCUMULATE, OBJECTIVES, TRANSPORTS, Problem
 
 __all__ = [
     "ACCUMULATION",
@@ -27,6 +29,7 @@ __all__ = [
     "KEPT_GRADIENTS",
     "LINK",
     "MAX_STAGES",
+    "MICROBATCH_COSTS",
     "OBJECTIVE",
     "PLACEMENT",
     "PROFILE",
@@ -36,6 +39,7 @@ __all__ = [
     "VARIANT",
     "PlacementOrName",
     "check_amount",
+    "check_problem",
     "named_placement",
 ]
 
@@ -240,6 +244,34 @@ KEPT_GRADIENTS = Field(
     default=False,
     brief=True,
 )
+_FACTORS = ListOf(Whole(high=MOST_FACTOR_PPM), MAX_STAGES, least=1)
+_MICROBATCH = Record(
+    MicrobatchCost,
+    (
+        Field(
+            "time_ppm",
+            _FACTORS,
+            "of all times, in millionths: one for all stages or one per stage",
+            default=(MILLION,),
+        ),
+        Field(
+            "bytes_ppm",
+            _FACTORS,
+            "of saved bytes and messages, in the same way",
+            default=(MILLION,),
+            brief=True,
+        ),
+    ),
+    "what one microbatch costs, as factors of the profile",
+    name="microbatch",
+)
+MICROBATCH_COSTS = Field(
+    "microbatch_costs",
+    ListOf(_MICROBATCH, MAX_COUNT),
+    "one entry per microbatch where they differ; left out: all cost what the profile says",
+    default=(),
+    brief=True,
+)
 
 
 def named_placement(text: str, num_stages: int) -> Placement:
@@ -274,3 +306,16 @@ def check_amount(profile: Profile, num_microbatches: int, where: str) -> None:
             "too many stages times microbatches", where=where, needed=f"at most {_MAX_CELLS}", given=cells
         )
     guarded(lambda: check_amounts(profile, num_microbatches), where)
+
+
+def check_problem(problem: Problem, where: str) -> None:
+    """Refuse microbatches that cost so much more than the profile that a step does not add up.
+
+    Raises
+    ------
+    FormatError
+        Names the sum.
+    """
+    if problem.microbatch_costs:
+        for profile in problem.profiles():
+            guarded(partial(check_amounts, profile, problem.num_microbatches), where)

@@ -11,16 +11,19 @@ from zbcompile.formats.problem_json import (
     CAPS,
     COUNT,
     KEPT_GRADIENTS,
+    MICROBATCH_COSTS,
     OBJECTIVE,
     PROFILE,
     TRANSPORT,
     PlacementOrName,
     check_amount,
+    check_problem,
     named_placement,
 )
 from zbcompile.formats.records import Document, Field, Part, Record
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import ACCUMULATE, OBJECTIVES, TRANSPORTS, Problem
 
 __all__ = ["FILE", "ProfileFile", "dumps", "loads"]
@@ -34,6 +37,8 @@ class ProfileFile:
     ----------
     caps
         Bytes: one entry for all ranks or one per rank, None for no limit; empty when not stated.
+    microbatch_costs
+        One entry per microbatch where they differ; empty when not stated.
     """
 
     profile: Profile
@@ -44,6 +49,7 @@ class ProfileFile:
     transport: str | None = None
     accumulate: str = ACCUMULATE[0]
     kept_gradients: bool = False
+    microbatch_costs: tuple[MicrobatchCost, ...] = ()
 
     def problem(
         self,
@@ -55,10 +61,12 @@ class ProfileFile:
         transport: str | None = None,
         accumulate: str | None = None,
         kept_gradients: bool | None = None,
+        microbatch_costs: Sequence[MicrobatchCost] = (),
     ) -> Problem:
         """Return the problem that the file and the arguments state; arguments win.
 
-        What neither states is linear placement, two microbatches per rank, no cap, span and ``async``.
+        What neither states is linear placement, two microbatches per rank (or as many as have a cost), no
+        cap, span and ``async``.
 
         Raises
         ------
@@ -66,7 +74,8 @@ class ProfileFile:
             The parts do not fit together.
         """
         where = placement or self.placement or Placement.linear(self.profile.num_stages)
-        count = num_microbatches or self.num_microbatches or 2 * where.num_ranks
+        costs = tuple(microbatch_costs) or self.microbatch_costs
+        count = num_microbatches or self.num_microbatches or len(costs) or 2 * where.num_ranks
         limits = tuple(caps) or self.caps
         if len(limits) == 1:
             limits *= where.num_ranks
@@ -79,6 +88,7 @@ class ProfileFile:
             transport or self.transport or TRANSPORTS[0],
             accumulate=accumulate or self.accumulate,
             kept_gradients=self.kept_gradients if kept_gradients is None else kept_gradients,
+            microbatch_costs=costs,
         )
 
 
@@ -111,6 +121,7 @@ FILE = Document(
             TRANSPORT,
             ACCUMULATION,
             KEPT_GRADIENTS,
+            MICROBATCH_COSTS,
             Part("profile", PROFILE),
         ),
         "What stages and links cost, in nanoseconds and bytes, and perhaps the rest of a planning problem.",
@@ -132,7 +143,7 @@ def loads(text: str, where: str = "profile") -> ProfileFile:
         values["placement"] = guarded(lambda: named_placement(name, stages), at(where, "placement"))
     result = ProfileFile(**values)
     check_amount(result.profile, result.num_microbatches or 1, where)
-    guarded(result.problem, where)
+    check_problem(guarded(result.problem, where), where)
     return result
 
 

@@ -14,12 +14,14 @@ from zbcompile.formats.problem_json import (
     COUNT,
     KEPT_GRADIENTS,
     MAX_STAGES,
+    MICROBATCH_COSTS,
     OBJECTIVE,
     PLACEMENT,
     PROFILE,
     RANK,
     TRANSPORT,
     check_amount,
+    check_problem,
 )
 from zbcompile.formats.records import Document, Field, Record
 from zbcompile.formats.shapes import (
@@ -208,6 +210,7 @@ def _parts(content: ScheduleFile) -> Mapping[str, Any]:
         "accumulate": problem.accumulate,
         "kept_gradients": problem.kept_gradients,
         "caps": problem.caps,
+        "microbatch_costs": problem.microbatch_costs,
         "variants": content.variants,
         "profile": _written_profile(content, problem),
         "cuts": content.cuts,
@@ -230,6 +233,7 @@ FILE = Document(
             ACCUMULATION,
             KEPT_GRADIENTS,
             CAPS,
+            MICROBATCH_COSTS,
             Field(
                 "variants",
                 ListOf(RANK, MAX_STAGES),
@@ -400,7 +404,11 @@ def _action(value: object, where: str, num_stages: int, num_microbatches: int) -
 def _problem(values: Mapping[str, Any], where: str) -> Problem | None:
     profile, caps, placement = values["profile"], values["caps"], values["placement"]
     count = values["num_microbatches"]
+    costs = values["microbatch_costs"]
     if profile is None:
+        if costs:
+            place = at(where, "microbatch_costs")
+            raise FormatError("costs of microbatches without a profile say nothing", where=place)
         if caps:
             raise FormatError("caps without a profile say nothing", where=at(where, "caps_bytes"))
         return None
@@ -408,4 +416,11 @@ def _problem(values: Mapping[str, Any], where: str) -> Problem | None:
     limits = caps * placement.num_ranks if len(caps) == 1 else caps
     objective, transport = values["objective"] or OBJECTIVES[0], values["transport"] or TRANSPORTS[0]
     sums = {name: values[name] for name in ("accumulate", "kept_gradients")}
-    return guarded(lambda: Problem(profile, placement, count, limits, objective, transport, **sums), where)
+    problem = guarded(
+        lambda: Problem(
+            profile, placement, count, limits, objective, transport, **sums, microbatch_costs=costs
+        ),
+        where,
+    )
+    check_problem(problem, where)
+    return problem

@@ -23,7 +23,8 @@ def rated(schedule: Schedule, problem: Problem) -> Solution:
     UsageError
         The costs are too large to add up.
     """
-    check_amounts(problem.profile, problem.num_microbatches)
+    for profile in problem.profiles():
+        check_amounts(profile, problem.num_microbatches)
     value = checked_times(schedule, problem).value_ns
     numbering = Numbering.by_first_stage(problem.placement)
     bound = best_bound(numbering.of_problem(problem))

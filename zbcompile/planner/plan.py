@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection
 from zbcompile.errors import InfeasibleError, UsageError
 from zbcompile.planner.assignments import fixed
 from zbcompile.planner.core.instance import Fusing
+from zbcompile.planner.core.unequal import alike_problem
 from zbcompile.planner.incumbent import Progress
 from zbcompile.planner.parts import search
 from zbcompile.planner.portfolio import PORTFOLIO, QUICK, names_to_leave_out
-from zbcompile.planner.run import Effort, Options, PartRun, Run
+from zbcompile.planner.run import Effort, Options, PartRun, Run, level_of
+from zbcompile.planner.unequal import plan_unequal
 from zbcompile.planner.variants import offers_variants, plan_variants
 from zbcompile.schedule.least_memory import check_caps
 from zbcompile.schedule.limits import check_plannable, check_seed
@@ -126,6 +128,17 @@ def _plan_order(
     problem: Problem, options: Options, time_limit_s: float, observer: Callable[[Progress], None] | None
 ) -> Solution:
     """Plan a problem without variants."""
+    if problem.microbatch_costs:
+        return plan_unequal(
+            problem,
+            lambda p, limit, tell: _plan_order(p, options, limit, tell),
+            time_limit_s=time_limit_s,
+            level=level_of(options.level, time_limit_s),
+            seed=options.seed,
+            fusing=options.fusing,
+            without=options.without,
+            observer=observer,
+        )
     check_caps(problem, fusing=options.fusing is not Fusing.NEVER)
     run = Run(problem, options, time_limit_s=time_limit_s, observer=observer)
     try:
@@ -136,7 +149,11 @@ def _plan_order(
 
 
 def quick_value(problem: Problem, options: Options, time_limit_s: float = 2.0) -> int | None:
-    """Return the value of the first orders alone, to rank assignments of variants and cuts."""
+    """Return the value of the first orders alone, to rank assignments of variants and cuts.
+
+    Where microbatches differ, of the problem in which they are alike.
+    """
+    problem = alike_problem(problem)
     run = Run(problem, options, time_limit_s=time_limit_s, effort=Effort.quick(problem))
     search(run, QUICK)
     return run.value

@@ -23,6 +23,7 @@ from zbcompile.planner.starts.other_mode import OtherMode
 from zbcompile.planner.starts.rounds import RoundOrders
 from zbcompile.planner.starts.short import Short
 from zbcompile.planner.starts.v_list import VList
+from zbcompile.planner.unequal import PERMUTE
 
 __all__ = ["NAMES", "PORTFOLIO", "QUICK", "names_to_leave_out"]
 
@@ -83,10 +84,13 @@ QUICK: tuple[Part, ...] = (
 NAMES = tuple(part.name for part in PORTFOLIO)
 """The names of all parts, in their order."""
 
+_LEFT_OUT = (*NAMES, PERMUTE)
+"""What can be left out of a plan."""
+
 
 def names_to_leave_out(names: Collection[str]) -> frozenset[str]:
     """Return the names as a set. Raises `UsageError`, with the list, if one is no part's name."""
-    unknown = sorted(set(names) - set(NAMES))
+    unknown = sorted(set(names) - set(_LEFT_OUT))
     if unknown:
-        raise UsageError(f"no part of the planner is called {unknown[0]!r}", needed=", ".join(NAMES))
+        raise UsageError(f"no part of the planner is called {unknown[0]!r}", needed=", ".join(_LEFT_OUT))
     return frozenset(names)

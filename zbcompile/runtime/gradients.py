@@ -1,4 +1,4 @@
-"""Gradients of a step: summed in microbatch order, whatever the order of the W actions was, or as they come.
+"""Gradients of a step: summed in microbatch order, or in one that was planned, or as they come.
 
 In microbatch order a gradient whose predecessors have not come yet is held until they have; orders with W in
 microbatch order hold nothing. So the sums have the bits of a loop over the microbatches that calls
@@ -38,22 +38,30 @@ class GradientSums:
 
     def __init__(self, dtype: torch.dtype | None = None, accumulate: Accumulate = "order") -> None:
         self._dtype, self._in_order = dtype, accumulate == "order"
+        self._turn: dict[int, int] = {}
         self.totals: dict[int, dict[str, Tensor]] = {}
         self._next: dict[int, int] = {}
         self._early: dict[int, dict[int, dict[str, Tensor]]] = {}
 
-    def restart(self) -> None:
-        """Count microbatches from 0 again: what comes is added to the sums so far."""
+    def restart(self, order: Sequence[int] = ()) -> None:
+        """Begin with the first microbatch again: what comes is added to the sums so far.
+
+        Parameters
+        ----------
+        order
+            The microbatches in the order of the sums; empty: 0, 1, 2, ...
+        """
         self._next.clear()
+        self._turn = {microbatch: turn for turn, microbatch in enumerate(order)}
 
     def add(self, stage: int, microbatch: int, grads: dict[str, Tensor]) -> None:
         """Take over the gradients of one (stage, microbatch); each must have storage of its own."""
         if not self._in_order:
             self._add_now(stage, grads)
             return
-        expected = self._next.get(stage, 0)
-        if microbatch != expected:
-            self._early.setdefault(stage, {})[microbatch] = grads
+        expected, turn = self._next.get(stage, 0), self._turn.get(microbatch, microbatch)
+        if turn != expected:
+            self._early.setdefault(stage, {})[turn] = grads
             return
         early = self._early.get(stage, {})
         while True:

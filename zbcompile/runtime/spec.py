@@ -39,6 +39,8 @@ class PipelineSpec:
         What gradients of narrower parameters are summed in; None: their own dtype.
     accumulate
         Whether gradients are summed in microbatch ``order``, or as they come, in the least ``memory``.
+    microbatch_order
+        The microbatches in the order in which gradients are summed; empty: 0, 1, 2, ...
     wiring
         Which tensor of which stage goes where.
     wire_formats
@@ -55,6 +57,7 @@ class PipelineSpec:
     one_communicator: bool = False
     gradient_dtype: torch.dtype | None = None
     accumulate: Accumulate = "order"
+    microbatch_order: tuple[int, ...] = ()
     wiring: Wiring = field(init=False)
     wire_formats: Mapping[tuple[bool, int, int], tuple[WireFormat, ...]] = field(init=False)
     tied: Mapping[str, tuple[int, ...]] = field(init=False)

@@ -80,7 +80,7 @@ class Rank:
         self.step = step
         sums = GradientSums(self.spec.gradient_dtype, self.spec.accumulate)
         self.sums = step.sums.setdefault(self.index, sums)
-        self.sums.restart()
+        self.sums.restart(self.spec.microbatch_order)
         self.gradients: dict[str, Tensor] = {}
         self.running: tuple[Kind, int, int] | None = None
         self.running_since = 0.0

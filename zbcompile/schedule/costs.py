@@ -236,6 +236,28 @@ class Profile:
         """Build a profile with one cost for all stages, the chain of edges, and one latency for all links."""
         return Profile((stage,) * num_stages, link=Link(latency_ns), source=source)
 
+    @staticmethod
+    def combined(profiles: Sequence[Profile], how: Callable[[list[int]], int]) -> Profile:
+        """Return a profile each of whose times and sizes is the ``min`` or ``max`` of those of some profiles.
+
+        They have the same stages, edges and links. Names of stages and variants are left out.
+        """
+        first = profiles[0]
+        stages = zip(*(profile.stages for profile in profiles), strict=True)
+        edges = zip(*(profile.edges for profile in profiles), strict=True)
+        return replace(
+            first,
+            stages=tuple(StageCost.combined(row, how) for row in stages),
+            edges=tuple(
+                replace(
+                    row[0],
+                    forward_bytes=how([edge.forward_bytes for edge in row]),
+                    backward_bytes=how([edge.backward_bytes for edge in row]),
+                )
+                for row in edges
+            ),
+        )
+
     @property
     def num_stages(self) -> int:
         """Number of stages."""

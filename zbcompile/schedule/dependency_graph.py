@@ -128,15 +128,17 @@ def order_graph(schedule: Schedule, problem: Problem) -> networkx.DiGraph:
     """
     import networkx
 
-    rules, times, fused = Rules.of(problem), durations(problem), fused_pairs(schedule)
+    fused, ones = fused_pairs(schedule), [problem.one(i) for i in range(problem.num_microbatches)]
+    times, rules = [durations(one) for one in ones], [Rules.of(one) for one in ones]
     graph: networkx.DiGraph = networkx.DiGraph()
     for rank, row in enumerate(schedule.compute_only().order):
         for action in row:
-            graph.add_node(action, rank=rank, duration_ns=times[action.kind][action.stage])
+            length = times[action.microbatch][action.kind][action.stage]
+            graph.add_node(action, rank=rank, duration_ns=length)
         for before, after in zip(row, row[1:], strict=False):
             graph.add_edge(before, after, reason="order", lag_ns=0)
     for action in list(graph):
-        for before, lag in predecessors(action, rules, fused):
+        for before, lag in predecessors(action, rules[action.microbatch], fused):
             if not graph.has_edge(before, action):
                 graph.add_edge(before, action, reason="data", lag_ns=lag)
     return graph

@@ -49,12 +49,15 @@ class _Route(NamedTuple):
         Time that one message occupies its channel in ns: its size over the bandwidth, without the latency.
     receives
         Microbatch -> number of the receive.
+    each
+        Per microbatch (lag, busy), where microbatches differ.
     """
 
     channel: tuple[int, int]
     lag: int
     busy: int
     receives: Mapping[int, int]
+    each: Sequence[tuple[int, int]] = ()
 
 
 class _Need(NamedTuple):
@@ -69,6 +72,8 @@ class _Need(NamedTuple):
     sends, receives
         Numbers of the sends and receives of the messages that bring the value; None and empty where it needs
         no message.
+    lags
+        Per microbatch ``lag``, where microbatches differ.
     """
 
     producers: Mapping[int, int]
@@ -77,6 +82,7 @@ class _Need(NamedTuple):
     lag: int = 0
     sends: Mapping[int, int] | None = None
     receives: Mapping[int, int] = MappingProxyType({})
+    lags: Sequence[int] = ()
 
 
 class EventGraph:
@@ -162,6 +168,11 @@ class EventGraph:
                 length = times[kind][stage]
                 for node in nodes.values():
                     result[node] = length
+        if self.problem.microbatch_costs:
+            each = [durations(self.problem, i) for i in range(self.problem.num_microbatches)]
+            for (kind, stage, _), nodes in positions.rows.items():
+                for microbatch, node in nodes.items() if kind.is_compute else ():
+                    result[node] = each[microbatch][kind][stage]
         return result
 
     def _edge(self, before: int, after: int, weight: int) -> None:
@@ -184,7 +195,9 @@ class EventGraph:
             key = (kind, action.stage, action.peer)
             if key not in routes:
                 routes[key] = self._route(action, edges)
-            channel, lag, taken, receives = routes[key]
+            channel, lag, taken, receives, each = routes[key]
+            if each:
+                lag, taken = each[action.microbatch]
             receive = receives.get(action.microbatch)
             if receive is None:
                 raise _missing(Message.of(action).recv, Message.of(action))
@@ -217,8 +230,19 @@ class EventGraph:
             raise CheckError(f"{send}: the profile has no edge between these stages")
         channel = (problem.placement.rank_of[message.source], problem.placement.rank_of[message.target])
         lag = problem.lag_ns(edge, backward=message.backward)
-        busy = lag - problem.profile.link_between(*channel).latency_ns
-        return _Route(channel, lag, busy, self.positions.of(receive.kind, receive.stage, receive.peer))
+        latency = problem.profile.link_between(*channel).latency_ns
+        each = [(own, own - latency) for own in self._lags(pair, backward=message.backward)]
+        receives = self.positions.of(receive.kind, receive.stage, receive.peer)
+        return _Route(channel, lag, lag - latency, receives, each)
+
+    def _lags(self, pair: tuple[int, int], *, backward: bool) -> list[int]:
+        """Return the travel time of each microbatch's message in ns; empty where microbatches are alike."""
+        problem = self.problem
+        if not problem.microbatch_costs:
+            return []
+        (edge,) = (edge for edge in problem.profile.edges if (edge.source, edge.target) == pair)
+        own = [problem.edge_of(edge, i) for i in range(problem.num_microbatches)]
+        return [problem.lag_ns(edge, backward=backward) for edge in own]
 
     def _add_queues(self) -> None:
         for nodes in self.node_of:
@@ -279,11 +303,13 @@ class EventGraph:
                 key, microbatch = (action.kind, action.stage, action.peer), action.microbatch
                 if key not in needs:
                     needs[key] = list(self._needs(action, rows.get(unfused(action), ())))
-                for producers, kind, stage, lag, sends, receives in needs[key]:
+                for producers, kind, stage, lag, sends, receives, lags in needs[key]:
                     before = producers.get(microbatch)
                     if before is None:
                         raise _missing(Action(kind, stage, microbatch), action)
                     if sends is None:
+                        if lags:
+                            lag = lags[microbatch]
                         if lag or not first <= before < node:
                             successors[before].append((node, duration[before] + lag))
                         continue
@@ -324,7 +350,9 @@ class EventGraph:
                 )
             own = reason == "own stage"
             made_by = (positions.of if own else positions.made)(before.kind, before.stage)
-            yield _Need(made_by, before.kind, before.stage, lag)
+            pair = (min(before.stage, action.stage), max(before.stage, action.stage))
+            lags = [] if own else self._lags(pair, backward=reason == "gradient")
+            yield _Need(made_by, before.kind, before.stage, lag, lags=lags)
 
     def _order(self) -> list[int]:
         """Return the nodes in topological order; fewer than there are when the graph has a cycle.

@@ -17,6 +17,7 @@ from itertools import chain
 
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.sum_order import numbered_by_turn
 
 __all__ = ["MAKES_GRADIENTS", "SumInOrder", "gradients_words", "held_sets", "held_words", "set_bytes"]
 
@@ -107,6 +108,7 @@ def gradients_words(schedule: Schedule, problem: Problem, rank: int | None = Non
     """
     if problem.accumulate == "memory":
         return "gradients are summed as they come, not in microbatch order"
+    schedule = numbered_by_turn(schedule, problem)
     sets = _most(chain.from_iterable(schedule.order) if rank is None else schedule.order[rank])
     if not sets:
         return ""

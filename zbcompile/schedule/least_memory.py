@@ -33,8 +33,12 @@ def least_headroom(problem: Problem, rank: int, *, fusing: bool = True) -> int:
     -------
     int
         The bytes: no order needs less on this rank, and one that needs no more there exists. Where stages
-        branch in more ways than can be looked at, it may be less than that order needs, never more.
+        branch in more ways than can be looked at, it may be less than that order needs, never more. Where
+        microbatches differ, what the largest of them needs.
     """
+    if problem.microbatch_costs:
+        alone = (problem.with_(profile=profile, microbatch_costs=()) for profile in problem.profiles())
+        return max(least_headroom(one, rank, fusing=fusing) for one in alone)
     own = problem.placement.stages_of(rank)
     return _least_alone(OneMicrobatch.of(problem, fusing=fusing), rank, own, MOST_STATES)
 
@@ -68,6 +72,8 @@ def _least(one: OneMicrobatch, headroom: Sequence[int | None], rank: int, states
 def check_caps(problem: Problem, *, fusing: bool = True) -> None:
     """Check that the caps leave room for one microbatch at a time: then some order fits, else none.
 
+    Where microbatches differ, for each of them.
+
     Parameters
     ----------
     problem
@@ -81,6 +87,10 @@ def check_caps(problem: Problem, *, fusing: bool = True) -> None:
         No order fits; names the rank that lacks most and the least cap that works there. Or none was found
         among stages that branch in very many ways; names a cap that works.
     """
+    if problem.microbatch_costs:
+        for profile in problem.profiles():
+            check_caps(problem.with_(profile=profile, microbatch_costs=()), fusing=fusing)
+        return
     one = OneMicrobatch.of(problem, fusing=fusing)
     headroom = [problem.headroom(rank) for rank in range(problem.num_ranks)]
     simple = one.peaks(one.forwards_first())

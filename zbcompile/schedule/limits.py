@@ -92,7 +92,8 @@ def check_plannable(problem: Problem, where: str = "") -> None:
             given=f"{stages} x {count} = {stages * count}",
             fix="plan fewer microbatches, or join neighbouring stages",
         )
-    check_amounts(problem.profile, count, where)
+    for profile in problem.profiles():
+        check_amounts(profile, count, where)
 
 
 def check_pieces(pieces: Profile, where: str = "") -> None:

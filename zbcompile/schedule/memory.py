@@ -29,6 +29,7 @@ from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.held_gradients import MAKES_GRADIENTS, SumInOrder, set_bytes
 from zbcompile.schedule.ir import Kind, Schedule
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.sum_order import numbered_by_turn
 
 __all__ = ["Memory", "Uses", "in_a_row", "memory_after", "memory_during", "memory_peaks", "uses_of"]
 
@@ -205,6 +206,9 @@ _NOTHING = (0, 0)
 
 def _along(schedule: Schedule, problem: Problem, rank: int) -> Iterator[tuple[int, int]]:
     """Yield (change, peak) of each action of a rank."""
+    if problem.microbatch_costs:
+        yield from _along_unequal(schedule, problem, rank)
+        return
     row, stages = schedule.order[rank], problem.profile.stages
     uses = {
         stage: dict(zip(_COMPUTE, uses_of(stages[stage]), strict=True))
@@ -223,6 +227,23 @@ def _along(schedule: Schedule, problem: Problem, rank: int) -> Iterator[tuple[in
             yield use.change, use.peak
         else:
             yield alone[stage].get(kind, _NOTHING)
+
+
+def _along_unequal(schedule: Schedule, problem: Problem, rank: int) -> Iterator[tuple[int, int]]:
+    """Yield the same where microbatches differ."""
+    by_turn = numbered_by_turn(schedule, problem).order[rank]
+    sums = {action.stage: SumInOrder() for action in by_turn}
+    held = dict.fromkeys(sums, 0)
+    for action, turn in zip(schedule.order[rank], by_turn, strict=True):
+        use, stage = Use(), action.stage
+        if action.kind.is_compute:
+            cost = problem.profile_of(action.microbatch).stages[stage]
+            use = uses_of(cost)[_COMPUTE.index(action.kind)]
+        if action.kind in MAKES_GRADIENTS:
+            sets, before = sums[stage].after(turn.microbatch), held[stage]
+            held[stage] = sets
+            use = use._replace(kept=use.kept + (sets - before) * set_bytes(problem, stage))
+        yield use.change, use.peak
 
 
 def memory_after(schedule: Schedule, problem: Problem, rank: int) -> list[int]:

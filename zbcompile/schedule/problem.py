@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypedDict, TypeVar, Unpack
 
 from zbcompile.errors import UsageError
 from zbcompile.schedule.costs import Edge, Profile
 from zbcompile.schedule.ir import MAX_COUNT, Placement
+from zbcompile.schedule.microbatches import MicrobatchCost, profile_of
 from zbcompile.schedule.semantics import SEND_MODES, SendMode, send_mode
 
 __all__ = ["ACCUMULATE", "OBJECTIVES", "TRANSPORTS", "Accumulate", "Objective", "Problem"]
@@ -39,6 +40,7 @@ class _Changes(TypedDict, total=False):
     transport: str
     accumulate: Accumulate
     kept_gradients: bool
+    microbatch_costs: tuple[MicrobatchCost, ...]
 
 
 def _chosen(name: str, given: str, choices: Sequence[Choice]) -> Choice:
@@ -73,6 +75,8 @@ class Problem:
     kept_gradients
         Whether gradients of earlier steps are still held when a step begins: a set of each stage beside the
         one that its static bytes count.
+    microbatch_costs
+        Per microbatch, what it costs as factors of the profile; empty where all cost what the profile says.
 
     Raises
     ------
@@ -92,6 +96,7 @@ class Problem:
     transport: str = TRANSPORTS[0]
     accumulate: Accumulate = "order"
     kept_gradients: bool = False
+    microbatch_costs: tuple[MicrobatchCost, ...] = ()
 
     def __post_init__(self) -> None:
         stages, ranks = self.placement.num_stages, self.placement.num_ranks
@@ -113,6 +118,25 @@ class Problem:
         _chosen("objective", self.objective, OBJECTIVES)
         _chosen("accumulate", self.accumulate, ACCUMULATE)
         send_mode(self.transport)
+        if self.microbatch_costs:
+            self._check_microbatches()
+
+    def _check_microbatches(self) -> None:
+        costs, count = self.microbatch_costs, self.num_microbatches
+        if len(costs) != count:
+            raise UsageError(
+                "one cost per microbatch", where="microbatch_costs", needed=count, given=len(costs)
+            )
+        for i, cost in enumerate(costs):
+            if not cost.fits(self.num_stages):
+                raise UsageError(
+                    "the factors of a microbatch are one for all stages or one per stage",
+                    where=f"microbatch_costs, microbatch {i}",
+                    needed=f"1 or {self.num_stages} factors",
+                    given=[len(cost.time_ppm), len(cost.bytes_ppm)],
+                )
+        if set(costs) == {MicrobatchCost()}:
+            object.__setattr__(self, "microbatch_costs", ())
 
     @staticmethod
     def of(
@@ -124,6 +148,7 @@ class Problem:
         transport: str = TRANSPORTS[0],
         accumulate: str = ACCUMULATE[0],
         kept_gradients: bool = False,
+        microbatch_costs: Sequence[MicrobatchCost] = (),
     ) -> Problem:
         """Build a problem with the usual defaults.
 
@@ -135,6 +160,8 @@ class Problem:
             Bytes: one cap for all ranks, one per rank, or None for no limit.
         objective, transport, accumulate
             Any text; a name that is unknown is refused.
+        microbatch_costs
+            As for the class.
 
         Raises
         ------
@@ -153,6 +180,7 @@ class Problem:
             transport,
             accumulate=_chosen("accumulate", accumulate, ACCUMULATE),
             kept_gradients=kept_gradients,
+            microbatch_costs=tuple(microbatch_costs),
         )
 
     def with_(self, **changes: Unpack[_Changes]) -> Problem:
@@ -174,6 +202,40 @@ class Problem:
         """Number of stages of the placement."""
         return self.placement.num_stages
 
+    def profile_of(self, microbatch: int) -> Profile:
+        """Return the profile that one microbatch has: what it costs on every stage and edge."""
+        costs = self.microbatch_costs
+        return profile_of(self.profile, costs[microbatch]) if costs else self.profile
+
+    def one(self, microbatch: int) -> Problem:
+        """Return the problem all of whose microbatches cost what one of them does."""
+        if not self.microbatch_costs:
+            return self
+        return self.with_(profile=self.profile_of(microbatch), microbatch_costs=())
+
+    def profiles(self) -> list[Profile]:
+        """Return the profiles of all microbatches, those that are alike once."""
+        return [profile_of(self.profile, cost) for cost in dict.fromkeys(self.microbatch_costs)] or [
+            self.profile
+        ]
+
+    def alike(self, how: Callable[[list[int]], int]) -> Problem:
+        """Return the problem with microbatches that are alike.
+
+        Parameters
+        ----------
+        how
+            What every cost is, from those of all microbatches: ``min``, ``max`` or a mean.
+        """
+        profiles = [self.profile_of(i) for i in range(self.num_microbatches)]
+        return self.with_(profile=Profile.combined(profiles, how), microbatch_costs=())
+
+    def edge_of(self, edge: Edge, microbatch: int) -> Edge:
+        """Return one of the profile's edges with the sizes of one microbatch's messages."""
+        if not self.microbatch_costs:
+            return edge
+        return self.profile_of(microbatch).edges[self.profile.edges.index(edge)]
+
     def static_bytes(self, rank: int) -> int:
         """Return the bytes that the rank's stages hold all the time, gradients that are kept included."""
         own = [self.profile.stages[s] for s in self.placement.stages_of(rank)]
@@ -187,12 +249,17 @@ class Problem:
 
     def work_ns(self, rank: int) -> int:
         """Return the time of all F, B and W on a rank in one step in ns, without host overhead."""
-        return self.num_microbatches * sum(
-            self.profile.stages[s].work_ns for s in self.placement.stages_of(rank)
-        )
+        stages = self.placement.stages_of(rank)
+        if not self.microbatch_costs:
+            return self.num_microbatches * sum(self.profile.stages[s].work_ns for s in stages)
+        each = (self.profile_of(i).stages for i in range(self.num_microbatches))
+        return sum(costs[s].work_ns for costs in each for s in stages)
 
     def lag_ns(self, edge: Edge, *, backward: bool = False) -> int:
-        """Return the travel time in ns of one message along an edge; ``backward``: of its gradient."""
+        """Return the travel time in ns of one message along an edge; ``backward``: of its gradient.
+
+        With microbatches that differ, the edge is one of `profile_of`.
+        """
         source, target = self.placement.rank_of[edge.source], self.placement.rank_of[edge.target]
         if source == target:
             return 0

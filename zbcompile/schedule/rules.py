@@ -206,9 +206,13 @@ def _rules_of(profile: Profile, placement: Placement) -> Rules:
     return Rules.of_rows(profile.num_stages, dependencies(Problem.of(profile, placement)))
 
 
-def durations(problem: Problem) -> dict[Kind, tuple[int, ...]]:
-    """Return the time of each compute kind per stage in ns, host overhead included."""
-    stages, extra = problem.profile.stages, problem.profile.overhead_ns
+def durations(problem: Problem, microbatch: int | None = None) -> dict[Kind, tuple[int, ...]]:
+    """Return the time of each compute kind per stage in ns, host overhead included.
+
+    As the profile says, or what one microbatch takes.
+    """
+    profile = problem.profile if microbatch is None else problem.profile_of(microbatch)
+    stages, extra = profile.stages, profile.overhead_ns
     return {
         _F: tuple(s.forward_ns + extra for s in stages),
         _B: tuple(s.backward_input_ns + extra for s in stages),

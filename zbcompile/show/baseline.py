@@ -48,7 +48,7 @@ def one_f_one_b(problem: Problem) -> Baseline:
     """Time 1F1B with fused backwards under the problem's caps.
 
     With several stages per rank, neighbouring stages are joined into one stage per rank. Where a cap is below
-    what 1F1B needs, as many microbatches as fit are in flight.
+    what 1F1B needs, as many microbatches as fit are in flight. Those that differ come in the order as given.
 
     Notes
     -----
@@ -57,11 +57,14 @@ def one_f_one_b(problem: Problem) -> Baseline:
     n, p, m = problem.num_stages, problem.num_ranks, problem.num_microbatches
     if n % p:
         return Baseline(None, "its stages do not divide evenly among the ranks")
+    if n != p and not all(cost.same_for_all_stages for cost in problem.microbatch_costs):
+        return Baseline(None, "its microbatches differ stage by stage, and its stages would be joined")
     coarse = coarsened(problem, Placement(tuple(s * p // n for s in range(n))))
+    largest = coarse.alike(max).profile if coarse.microbatch_costs else coarse.profile
     rows: list[list[Action]] = []
     most = m
     for rank in range(p):
-        headroom, uses = coarse.headroom(rank), uses_of(coarse.profile.stages[rank])
+        headroom, uses = coarse.headroom(rank), uses_of(largest.stages[rank])
         fits = m if headroom is None else uses.most_in_flight(headroom, m)
         if fits < 1:
             return Baseline(None, f"one microbatch does not fit on rank {rank}")

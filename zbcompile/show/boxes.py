@@ -123,7 +123,7 @@ def transfers_of(timeline: Timeline, follow: int | None = None) -> list[list[tup
         if message.send in times:
             start, end = times[message.send]
         else:
-            lag = problem.lag_ns(edge, backward=message.backward)
+            lag = problem.lag_ns(problem.edge_of(edge, message.microbatch), backward=message.backward)
             ready = _ready(message, times)
             if lag == 0 or ready is None:
                 continue

@@ -55,7 +55,8 @@ def facts(summary: Summary) -> list[str]:
     words = [
         _count(problem.num_ranks, "rank"),
         f"{_count(problem.num_stages, 'stage')}, {problem.placement.name}",
-        _count(problem.num_microbatches, "microbatch", "microbatches"),
+        _count(problem.num_microbatches, "microbatch", "microbatches")
+        + (" of different cost" if problem.microbatch_costs else ""),
         split_words(summary.timeline.schedule),
         f"{problem.transport} sends",
     ]

@@ -235,6 +235,26 @@ def _variants(n: _Numbers) -> str:
     )
 
 
+def _least_microbatch(n: _Numbers) -> str:
+    inner, inside = n.witness.get("of"), n.witness.get("witness")
+    text = ""
+    if isinstance(inner, str) and inner != "least_microbatch" and isinstance(inside, Mapping):
+        text = f" With these, {_reason(inner, inside, n.problem, n.unit)}"
+    return f"every microbatch counts with the least of each cost that any of them has.{text}"
+
+
+def _microbatch_work(n: _Numbers) -> str:
+    rank, head = n.count("rank"), ""
+    if n.whole("head_ns"):
+        head = f", and cannot begin before the F's ahead of it are done ({n.time('head_ns')})"
+    return f"rank {rank} has {n.time('work_ns')} of work, each microbatch at its own cost{head}."
+
+
+def _longest_microbatch(n: _Numbers) -> str:
+    who = n.count("microbatch")
+    return f"microbatch {who} alone takes {n.time('path_ns')} through all stages and back."
+
+
 _REASONS: Mapping[str, Callable[[_Numbers], str]] = {
     "work": _work,
     "memory_windows": _work,
@@ -250,4 +270,7 @@ _REASONS: Mapping[str, Callable[[_Numbers], str]] = {
     "crossing": _crossing,
     "cp_sat": _cp_sat,
     "variants": _variants,
+    "least_microbatch": _least_microbatch,
+    "microbatch_work": _microbatch_work,
+    "longest_microbatch": _longest_microbatch,
 }

@@ -17,6 +17,7 @@ from zbcompile.schedule.ir import Kind, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, timeline_of
 from zbcompile.schedule.solution import Certificate
+from zbcompile.schedule.sum_order import numbered_by_turn
 from zbcompile.show.baseline import Baseline, one_f_one_b
 from zbcompile.show.units import TimeUnit, format_bytes, found_by, percent, time_unit
 
@@ -214,6 +215,11 @@ def origin_words(summary: Summary) -> str:
     return found_by(certificate.lineage)
 
 
+def _held_sets(summary: Summary) -> tuple[int, ...]:
+    """Return per stage the most sets of gradients that wait for their turn in the sum."""
+    return held_sets(numbered_by_turn(summary.timeline.schedule, summary.timeline.problem))
+
+
 def cuts_line(summary: Summary) -> str:
     """Say how many pieces each stage has; empty where the cuts were not chosen with the order."""
     if summary.cuts is None:
@@ -231,13 +237,14 @@ def to_json(summary: Summary) -> dict[str, object]:
     """Return all figures as plain values: shares as fractions, times in ns, memory in bytes."""
     timeline, problem = summary.timeline, summary.timeline.problem
     certificate, baseline = summary.certificate, summary.baseline.timeline
-    peaks, held, cuts = timeline.peak_bytes, held_sets(timeline.schedule), summary.cuts
+    peaks, held, cuts = timeline.peak_bytes, _held_sets(summary), summary.cuts
     if problem.accumulate != "order":
         held = (0,) * problem.num_stages
     return {
         "ranks": problem.num_ranks,
         "stages": problem.num_stages,
         "microbatches": problem.num_microbatches,
+        "microbatches_differ": bool(problem.microbatch_costs),
         "split_backwards": timeline.schedule.split_backwards[0],
         "backwards": timeline.schedule.split_backwards[1],
         "placement": problem.placement.name,

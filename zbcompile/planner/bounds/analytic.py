@@ -18,6 +18,7 @@ from zbcompile.planner.bounds.enclosing_pair import best_enclosing_pair, enclosi
 from zbcompile.planner.bounds.head_and_tail import makespan_bounds
 from zbcompile.planner.bounds.last_round_trip import last_round_trip_bounds
 from zbcompile.planner.bounds.rank_idle import RankIdle, rank_idle
+from zbcompile.planner.bounds.unequal import unequal_bound
 from zbcompile.planner.bounds.warmup import warmup_bounds
 from zbcompile.planner.bounds.work import work_bounds
 from zbcompile.planner.core.instance import Instance
@@ -28,7 +29,12 @@ __all__ = ["analytic_bounds", "best_bound"]
 
 
 def analytic_bounds(problem: Problem) -> list[Bound]:
-    """Return every bound for the problem's objective, strongest first."""
+    """Return every bound for the problem's objective, strongest first.
+
+    Where microbatches differ in cost, the best of `zbcompile.planner.bounds.unequal` alone.
+    """
+    if problem.microbatch_costs:
+        return [unequal_bound(problem, best_bound)]
     instance = Instance.of(problem).relaxed()
     paths = Paths.of(instance)
     idles = [rank_idle(instance, paths, rank) for rank in range(instance.num_ranks)]
@@ -37,7 +43,12 @@ def analytic_bounds(problem: Problem) -> list[Bound]:
 
 
 def best_bound(problem: Problem) -> Bound:
-    """Return the strongest of `analytic_bounds`, without looking at every pair of ranks."""
+    """Return the strongest of `analytic_bounds`, without looking at every pair of ranks.
+
+    Where microbatches differ in cost, the bound of `zbcompile.planner.bounds.unequal`.
+    """
+    if problem.microbatch_costs:
+        return unequal_bound(problem, best_bound)
     instance = Instance.of(problem).relaxed()
     paths = Paths.of(instance)
     idles = [rank_idle(instance, paths, rank) for rank in range(instance.num_ranks)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.bound import Bound
+from zbcompile.planner.bounds.unequal import least_microbatch_bound
 from zbcompile.planner.core.instance import Instance
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.problem import Problem
@@ -61,6 +62,8 @@ def blocking_send_bound(problem: Problem) -> Bound | None:
 
     ``None`` where `instant_links` does not apply.
     """
+    if problem.microbatch_costs:
+        return least_microbatch_bound(problem, blocking_send_bound)
     pair = instant_links(problem)
     if pair is None:
         return None

@@ -20,6 +20,7 @@ from zbcompile.planner.bounds.blocking_send import instant_links
 from zbcompile.planner.certify.cuts import check_cuts, cuts_bound
 from zbcompile.planner.certify.derive import derivations
 from zbcompile.planner.certify.facts import Derivation, Facts, Witness, alike, rank_of, refuse
+from zbcompile.planner.certify.unequal import derive_unequal
 from zbcompile.planner.core.instance import Instance, is_chain
 from zbcompile.planner.core.times import Clock
 from zbcompile.schedule.check import check
@@ -218,6 +219,14 @@ def _derive(
 
     ``solution`` is given at the outermost level only.
     """
+    if problem.microbatch_costs and method != "variants":
+
+        def inner(other: Problem, name: str, inside: Witness) -> int:
+            if name in _OUTERMOST:
+                raise refuse("a bound of the least microbatch has no usable method", given=name)
+            return _derive(other, name, inside, out, solver, None)
+
+        return derive_unequal(problem, method, witness, out, inner)
     simple = derivations(problem.objective).get(method)
     if simple is not None:
         part = Derivation(out.lines)
@@ -264,7 +273,7 @@ def _variants(
     if solution is None or solution.offered is None:
         raise refuse("variants inside another bound")
     ways = [_ways(stage) for stage in solution.offered.stages]
-    facts_rank = rank_of(Facts(problem), witness)
+    facts_rank = rank_of(Facts(problem.one(0)), witness)
     stages = problem.placement.stages_of(facts_rank)
     low = [_least(row) for row in ways]
     levels = witness.get("levels")

@@ -96,6 +96,8 @@ class Facts:
     """
 
     def __init__(self, problem: Problem) -> None:
+        if problem.microbatch_costs:
+            raise refuse("this bound proves nothing where microbatches differ in cost")
         self.problem, self.count = problem, problem.num_microbatches
         stages, extra = problem.profile.stages, problem.profile.overhead_ns
         self.f = [s.forward_ns + extra for s in stages]

@@ -102,8 +102,13 @@ class Instance:
     def under(problem: Problem, rules: Rules) -> Instance:
         """Flatten a problem with the rules that were read from its dependency graph.
 
-        `Instance.of` reads the same rules from the walk that makes the graph.
+        `Instance.of` reads the same rules from the walk that makes the graph. Microbatches are alike here:
+        those that differ have `zbcompile.planner.core.unequal`. Raises `UsageError` for them.
         """
+        if problem.microbatch_costs:
+            raise UsageError(
+                "this is not there for microbatches that differ in cost", where="microbatch_costs"
+            )
         times, memory = durations(problem), Memory.of(problem)
         stages_of = tuple(problem.placement.stages_of(r) for r in range(problem.num_ranks))
         headroom, at_once = [], memory.most_at_once

@@ -13,9 +13,10 @@ from zbcompile.planner.improve.cells import lay_out
 from zbcompile.planner.improve.kept_order import worst_of
 from zbcompile.planner.improve.retime import rebuild
 
-__all__ = ["Annealer"]
+__all__ = ["JUMPS", "Annealer"]
 
-_JUMPS = [1 + int(2.5 * x) for x in EXPONENTIAL]
+JUMPS = [1 + int(2.5 * x) for x in EXPONENTIAL]
+"""Lengths of moves."""
 
 
 class Annealer:
@@ -31,7 +32,7 @@ class Annealer:
 
     def __init__(self, instance: Instance) -> None:
         self.instance, self.scorer = instance, Scorer(instance)
-        self.jumps, self.exponential = vector(_JUMPS), vector(EXPONENTIAL)
+        self.jumps, self.exponential = vector(JUMPS), vector(EXPONENTIAL)
 
     def run(
         self,

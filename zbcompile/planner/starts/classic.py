@@ -7,6 +7,7 @@ several stages per rank are in `zbcompile.planner.starts.classic_loops`.
 from __future__ import annotations
 
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
+from zbcompile.planner.core.unequal import alike_problem
 from zbcompile.planner.starts.classic_loops import V_ORDERS, interleaved
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
@@ -82,6 +83,6 @@ def orders_for(problem: Problem) -> list[tuple[str, Codes]]:
             ("interleaved 1F1B", interleaved(p, per_rank, m, zero_bubble=False)),
         ]
     elif placement == Placement.v(p, 2):
-        instance = Instance.of(problem)
+        instance = Instance.of(alike_problem(problem))
         found = [(name, build(instance)) for name, build in V_ORDERS]
     return [(name, codes) for name, codes in found if codes is not None]
