@@ -151,7 +151,7 @@ def group_members(name: str) -> tuple[int, ...]:
     from torch.distributed import distributed_c10d
 
     resolve = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-    return tuple(distributed_c10d.get_process_group_ranks(resolve(name)))
+    return tuple(distributed_c10d.get_process_group_ranks(resolve(name)))  # type: ignore[arg-type]
 
 
 def fake_mode() -> FakeTensorMode:

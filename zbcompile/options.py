@@ -87,6 +87,10 @@ class CompileOptions:
         ``balance`` or ``plan``; None: ``plan`` where ranks differ in speed, else ``balance``.
     rank_speeds
         Speeds of the ranks in millionths (`zbcompile.schedule.speeds`); empty: all alike.
+    recompute
+        What stages compute again in their backward; "auto": chosen with the order.
+    levels
+        Per stage what it recomputes where the plan or the profile that was given says so, else None.
 
     Raises
     ------
@@ -132,6 +136,7 @@ class CompileOptions:
     microbatch_costs: tuple[MicrobatchCost, ...] = ()
     cuts: str | None = None
     rank_speeds: tuple[int, ...] = ()
+    levels: tuple[Recompute, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_count("num_stages", self.num_stages)
@@ -214,6 +219,13 @@ class CompileOptions:
         """Whether the cuts are chosen with the order."""
         unequal = self.cuts is None and len(set(self.rank_speeds)) > 1
         return self.split_points is None and (unequal or self.cuts == "plan")
+
+    @property
+    def split_first(self) -> Recompute | tuple[Recompute, ...]:
+        """What the stages are split at before anything is planned: one level for all, or one for each."""
+        if self.levels is not None:
+            return self.levels
+        return "none" if self.recompute == "auto" else self.recompute
 
     @property
     def joined_dim(self) -> int:

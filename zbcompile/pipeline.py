@@ -17,6 +17,7 @@ from zbcompile.compiler.arguments import (
     profile_of,
     schedule_of,
 )
+from zbcompile.compiler.asked_levels import with_levels
 from zbcompile.compiler.build import build
 from zbcompile.compiler.call import Batch
 from zbcompile.compiler.checkpoint import (
@@ -81,7 +82,7 @@ def compile(
     group: ProcessGroup | None = None,
     plan_group: ProcessGroup | None = None,
     seed: int = 0,
-    recompute: Recompute = "none",
+    recompute: Recompute | None = None,
     split_points: Sequence[str] | Policy | None = None,
     backend: str = "eager",
     verify: bool | None = None,
@@ -152,7 +153,11 @@ def compile(
         first one makes. Default: each pipeline makes its own.
     seed
         Of the random streams (dropout) and of the search.
-    recompute, split_points, backend, verify
+    recompute
+        What stages compute again in their backward to hold less: ``none``, ``min_memory``, ``full``, a price
+        in bytes per second, or ``auto``: a level for each stage, chosen with the order. Default: what the
+        plan or the profile says that was given, else ``auto`` under a ``memory_limit``, else ``none``.
+    split_points, backend, verify
         Of the stages; see docs/split.md.
     time_limit
         Seconds for the search.
@@ -232,6 +237,7 @@ def compile(
     """
     check_types(model, example_args, example_kwargs)
     saved = plan_of_checkpoint(schedule)
+    order, planned = schedule_of(schedule if saved is None else saved)
     costs = microbatch_costs_of(microbatch_costs, profile, schedule, saved)
     options = CompileOptions(
         model=model,
@@ -244,13 +250,12 @@ def compile(
         objective=objective,
         transport=transport,
         profile=saved.problem.profile if saved is not None and profile is None else profile_of(profile),
-        schedule=schedule_of(schedule if saved is None else saved),
+        schedule=order,
         solution=saved,
         num_ranks=num_ranks,
         group=group,
         plan_group=plan_group,
         seed=seed,
-        recompute=recompute,
         split_points=split_points,
         backend=backend,
         verify=verify,
@@ -273,6 +278,7 @@ def compile(
         cuts=cuts,
         rank_speeds=speeds_of(None if saved is not None and profile is None else rank_speeds),
     )
+    options = with_levels(options, recompute, planned)
     pipeline = Pipeline(options, observer or observer_from_environment())
     if example_args is not None or example_kwargs is not None:
         pipeline.build(tuple(example_args or ()), dict(example_kwargs or {}), example_target)

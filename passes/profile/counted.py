@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from zbcompile.passes.op_costs import depends_on_data, graph_ns
-from zbcompile.passes.profile.measure import OPTIMIZER_SLOTS, edges_of
+from zbcompile.passes.profile.measure import OPTIMIZER_SLOTS, cost_of, edges_of
 from zbcompile.passes.split.stage_graphs import Graphs, StageGraphs
-from zbcompile.schedule.costs import Link, Profile, StageCost
+from zbcompile.schedule.costs import Link, Profile
 from zbcompile.schedule.devices import Device, device_named
 
 __all__ = ["counted_profile"]
@@ -28,6 +28,7 @@ def counted_profile(
     link: Link | None = None,
     *,
     optimizer_bytes: int | None = None,
+    others: Sequence[Sequence[StageGraphs]] | None = None,
 ) -> Profile:
     """Return the costs of stages that nobody has run: times by roofline on their graphs, bytes exact.
 
@@ -43,6 +44,8 @@ def counted_profile(
         Between neighbouring ranks; the device's own if not given.
     optimizer_bytes
         Optimizer state per trainable element; by default two tensors like the parameter (AdamW).
+    others
+        Per stage the same stage at other levels of recompute: its variants.
 
     Raises
     ------
@@ -52,19 +55,18 @@ def counted_profile(
     chosen = device_named(device) if isinstance(device, str) else device
     times: dict[int, tuple[int, int, int, int]] = {}
     costs = []
-    for stage in stages:
-        key = id(stage.graphs)
-        if key not in times:
-            f, b, w, full = (graph_ns(getattr(stage.graphs, name), chosen) for name in Graphs.__slots__)
-            times[key] = f, b, w, full
+    for k, stage in enumerate(stages):
+        ways = (stage, *(others[k] if others else ()))
+        for way in ways:
+            if id(way.graphs) not in times:
+                f, b, w, full = (graph_ns(getattr(way.graphs, name), chosen) for name in Graphs.__slots__)
+                times[id(way.graphs)] = f, b, w, full
         costs.append(
-            StageCost(
-                *times[key],
-                stage.saved_bytes,
-                stage.saved_for_weight_bytes,
+            cost_of(
+                ways,
+                [times[id(way.graphs)] for way in ways],
                 _static_bytes(stage, optimizer_bytes),
-                name=f"stage {stage.index}",
-                gradient_bytes=_gradient_bytes(stage),
+                _gradient_bytes(stage),
             )
         )
     source = f"counted for {chosen.name}: {chosen.source}"

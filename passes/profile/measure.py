@@ -11,6 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -20,7 +21,7 @@ from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.runtime.wiring import RunnableStage, Wiring
 from zbcompile.schedule.costs import Edge, Profile, StageCost
 
-__all__ = ["OPTIMIZER_SLOTS", "edges_of", "measure"]
+__all__ = ["OPTIMIZER_SLOTS", "cost_of", "edges_of", "measure"]
 
 OPTIMIZER_SLOTS = 2
 """Tensors like the parameter that the optimizer keeps per parameter: AdamW's two moments."""
@@ -37,8 +38,9 @@ def measure(
     *,
     repeats: int = 5,
     together: bool = False,
+    others: Sequence[Sequence[StageGraphs]] | None = None,
 ) -> Profile:
-    """Time every stage.
+    """Time every stage, and what else it may run as.
 
     Parameters
     ----------
@@ -52,29 +54,55 @@ def measure(
         How often a stage is timed, unless that takes longer than two seconds.
     together
         Whether other processes time the same stages at the same time: then as often as was asked for.
+    others
+        Per stage the same stage at other levels of recompute: its variants. They are timed in turns with it.
     """
     values: dict[str, Tensor] = {}
     costs, limit_s = [], math.inf if together else _SECONDS_PER_STAGE
     with torch.no_grad(), torch.random.fork_rng():
-        for stage in stages:
+        for k, stage in enumerate(stages):
             inputs = [
                 microbatch[p.source[1]] if p.source[0] == "batch" else values[p.name] for p in stage.inputs
             ]
-            outputs, times = _time_stage(stage, state, inputs, repeats, limit_s)
+            ways = (stage, *(others[k] if others else ()))
+            outputs, times = _time_stage(ways, state, inputs, repeats, limit_s)
             values.update({p.name: t for p, t in zip(stage.outputs, outputs, strict=True)})
-            costs.append(
-                StageCost(
-                    *times,
-                    stage.saved_bytes,
-                    stage.saved_for_weight_bytes,
-                    _static_bytes(stage, state),
-                    name=f"stage {stage.index}",
-                    gradient_bytes=sum(state[n].nbytes for n in stage.trainable),
-                )
-            )
+            own = sum(state[n].nbytes for n in stage.trainable)
+            costs.append(cost_of(ways, times, _static_bytes(stage, state), own))
     device = stages[0].inputs[0].device if stages[0].inputs else "cpu"
     source = f"measured on {device}, torch {torch.__version__}"
     return Profile(tuple(costs), edges_of(stages), source=source)
+
+
+def cost_of(
+    ways: Sequence[StageGraphs],
+    times: Sequence[tuple[int, int, int, int]],
+    static_bytes: int,
+    gradient_bytes: int,
+) -> StageCost:
+    """Return the cost of a stage, the first of ``ways``, with the others as its variants.
+
+    Parameters
+    ----------
+    ways
+        One stage at several levels of recompute.
+    times
+        Of F, B, W and BW in ns, for each.
+    static_bytes, gradient_bytes
+        Of the stage, at every level.
+    """
+    stage, *variants = (
+        StageCost(
+            *ns,
+            way.saved_bytes,
+            way.saved_for_weight_bytes,
+            static_bytes,
+            name=way.title,
+            gradient_bytes=gradient_bytes,
+        )
+        for way, ns in zip(ways, times, strict=True)
+    )
+    return replace(stage, variants=tuple(variants))
 
 
 def _static_bytes(stage: StageGraphs, state: Mapping[str, Tensor]) -> int:
@@ -104,24 +132,37 @@ def edges_of(stages: Sequence[RunnableStage]) -> tuple[Edge, ...]:
 
 
 def _time_stage(
-    stage: StageGraphs, state: Mapping[str, Tensor], inputs: list[Tensor], repeats: int, limit_s: float
-) -> tuple[list[Tensor], tuple[int, int, int, int]]:
-    """Return the stage's outputs and the median times of F, B, W and BW in ns."""
-    samples: list[tuple[int, int, int, int]] = []
+    ways: Sequence[StageGraphs],
+    state: Mapping[str, Tensor],
+    inputs: list[Tensor],
+    repeats: int,
+    limit_s: float,
+) -> tuple[list[Tensor], list[tuple[int, int, int, int]]]:
+    """Return the stage's outputs, and for each way the median times of F, B, W and BW in ns."""
+    samples: list[list[tuple[int, int, int, int]]] = [[] for _ in ways]
     began = time.perf_counter()
     outputs: list[Tensor] = []
     for turn in range(repeats + 1):
-        f, (outputs, saved) = _timed(stage, stage.run_forward, _unchanged(stage, state), list(inputs))
-        b, (_, saved) = _timed(stage, stage.run_backward_input, saved, _tangents(stage))
-        w, _ = _timed(stage, stage.run_backward_weight, saved)
-        _, saved = stage.run_forward(_unchanged(stage, state), list(inputs))
-        bw, _ = _timed(stage, stage.run_full_backward, saved, _tangents(stage))
-        if turn:
-            samples.append((f, b, w, bw))
-        if samples and time.perf_counter() - began > limit_s:
+        for way, found in zip(ways, samples, strict=True):
+            outputs, times = _time_once(way, state, inputs)
+            if turn:
+                found.append(times)
+        if turn and time.perf_counter() - began > limit_s:
             break
-    columns = [int(statistics.median(column)) for column in zip(*samples, strict=True)]
-    return outputs, (columns[0], columns[1], columns[2], columns[3])
+    medians = [[int(statistics.median(c)) for c in zip(*found, strict=True)] for found in samples]
+    return outputs, [(f, b, w, bw) for f, b, w, bw in medians]
+
+
+def _time_once(
+    stage: StageGraphs, state: Mapping[str, Tensor], inputs: list[Tensor]
+) -> tuple[list[Tensor], tuple[int, int, int, int]]:
+    """Return the outputs of one run, and the times of F, B, W and BW in ns."""
+    f, (outputs, saved) = _timed(stage, stage.run_forward, _unchanged(stage, state), list(inputs))
+    b, (_, saved) = _timed(stage, stage.run_backward_input, saved, _tangents(stage))
+    w, _ = _timed(stage, stage.run_backward_weight, saved)
+    _, saved = stage.run_forward(_unchanged(stage, state), list(inputs))
+    bw, _ = _timed(stage, stage.run_full_backward, saved, _tangents(stage))
+    return outputs, (f, b, w, bw)
 
 
 def _unchanged(stage: StageGraphs, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

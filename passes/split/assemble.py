@@ -22,7 +22,7 @@ from zbcompile.passes.split.save_set import leaves
 from zbcompile.passes.split.stage_graphs import CallLayout, Graphs, StageGraphs
 from zbcompile.passes.split.stage_values import StageValues
 
-__all__ = ["assemble"]
+__all__ = ["assemble", "weigh"]
 
 
 def assemble(
@@ -58,6 +58,34 @@ def assemble(
         saved_for_weight_bytes=_held_bytes(values, handover.read_by_weight),
         calls=tuple(getattr(graphs, name).forward for name in Graphs.__slots__),
     )
+
+
+def weigh(
+    values: StageValues,
+    for_backward: Collection[Node],
+    for_weight: Collection[Node],
+    seconds: Callable[[Node], float],
+) -> tuple[int, ...]:
+    """Return what `assemble` would give, without building it: ns of F, B, W and BW, bytes held for B and W.
+
+    Parameters
+    ----------
+    values, for_backward, for_weight
+        As for `assemble`.
+    seconds
+        Time of a call.
+    """
+    handover = _Handover.of(values, for_backward, for_weight)
+    input_grads, weight_grads = values.input_grads.values(), values.weight_grads.values()
+    phases = (
+        ([*values.results, *handover.made], ()),
+        ([*input_grads, *handover.from_backward], for_backward),
+        (handover.late_grads.values(), for_weight),
+        ([*input_grads, *weight_grads], for_backward),
+    )
+    times = [round(1e9 * sum(map(seconds, leaves(results, kept)[1]))) for results, kept in phases]
+    held = _held_bytes(values, [*handover.made, *handover.kept])
+    return (*times, held, _held_bytes(values, handover.read_by_weight))
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,15 @@ def check_backend(backend: str) -> None:
 
 
 def with_backend(
-    stages: Sequence[StageGraphs], backend: str, skip: Collection[str] = ()
+    stages: Sequence[StageGraphs],
+    backend: str,
+    skip: Collection[str] = (),
+    compiled: dict[int, tuple[GraphCall, ...]] | None = None,
 ) -> tuple[StageGraphs, ...]:
     """Return the stages with their graphs run by ``backend``; graphs that stages share are compiled once.
 
     Without the rewrite `rewrites.WRITE_IN_PLACE` the eager backend runs the graphs as they were split.
+    ``compiled`` has what was made before, by the identity of forward graphs that are still alive.
 
     Raises
     ------
@@ -55,7 +59,7 @@ def with_backend(
         Inductor refuses a graph; names stage and graph.
     """
     check_backend(backend)
-    compiled: dict[int, tuple[GraphCall, ...]] = {}
+    compiled = {} if compiled is None else compiled
     made = []
     for stage in stages:
         key = id(stage.graphs.forward)

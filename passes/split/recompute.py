@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from torch.fx import Node
@@ -13,7 +14,17 @@ from zbcompile.passes.nodes import value_of
 from zbcompile.passes.op_costs import is_heavy, node_ns
 from zbcompile.schedule.devices import Device
 
-__all__ = ["POLICIES", "Recompute", "check_recompute", "recompute_price", "recompute_seconds"]
+__all__ = [
+    "AUTO",
+    "POLICIES",
+    "Recompute",
+    "check_recompute",
+    "level_in",
+    "level_text",
+    "recompute_price",
+    "recompute_seconds",
+    "titled",
+]
 
 Recompute = str | float
 """``"none"``, ``"min_memory"`` (no heavy call twice), ``"full"`` (anything but random draws twice), or a
@@ -21,6 +32,11 @@ price: bytes that one second of recompute must save."""
 
 POLICIES = ("none", "min_memory", "full")
 """The named ones, from the one that holds most to the one that holds least."""
+
+AUTO = "auto"
+"""No policy of a stage: the planner chooses a level for each."""
+
+_TITLE = re.compile(r"(?:^|, )recompute=(none|min_memory|full|[0-9][0-9.e+-]{0,30})$")
 
 FUSED_SHARE = 0.1
 """Of its time in eager, what an element-wise call costs when inductor fuses it into its user."""
@@ -41,11 +57,32 @@ def check_recompute(recompute: Recompute) -> None:
         )
 
 
-def recompute_price(recompute: Recompute, backend: str, device: Device) -> Callable[[Node], int | None]:
+def level_text(recompute: Recompute) -> str:
+    """Return a policy as one word: its name, or its price in bytes per second, to the bit."""
+    return recompute if isinstance(recompute, str) else repr(float(recompute)).removesuffix(".0")
+
+
+def titled(name: str, level: Recompute) -> str:
+    """Return the name of a stage's cost with its level, as `level_in` reads it; "none" is left out."""
+    return name if level == "none" else f"{name}, recompute={level_text(level)}"
+
+
+def level_in(title: str) -> Recompute | None:
+    """Return the level that a stage's cost names at its end (``stage 2, recompute=full``), or None."""
+    found = _TITLE.search(title)
+    if found is None or found[1] in POLICIES:
+        return found and found[1]
+    try:
+        return float(found[1])
+    except ValueError:
+        return None
+
+
+def recompute_price(recompute: Recompute, seconds: Callable[[Node], float]) -> Callable[[Node], int | None]:
     """Return a function that gives the cost of computing a value again.
 
     The cost is in bytes, to be weighed against the bytes of the values that need not be kept. It is 0 for
-    views and None for what may not be computed again.
+    views and None for what may not be computed again. ``seconds`` is the time of a call.
     """
 
     def price(node: Node) -> int | None:
@@ -57,7 +94,7 @@ def recompute_price(recompute: Recompute, backend: str, device: Device) -> Calla
             return None if is_heavy(node) else 0
         if recompute == "full":
             return 0
-        return int(float(recompute) * recompute_seconds(node, backend, device))
+        return int(float(recompute) * seconds(node))
 
     return price
 

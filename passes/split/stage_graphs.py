@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from zbcompile.passes.collectives import code_for_peers
+from zbcompile.passes.split.recompute import Recompute, titled
 
 __all__ = ["CallLayout", "GraphCall", "Graphs", "Port", "Saved", "StageGraphs"]
 
@@ -148,6 +149,8 @@ class StageGraphs:
         Held from B to W, counted in the same way.
     calls
         What runs the graphs, in the order of `Graphs`: as a backend compiled them.
+    recompute
+        Level that the stage was split at: a policy, or a price in bytes per second.
     """
 
     index: int
@@ -163,6 +166,12 @@ class StageGraphs:
     saved_bytes: int
     saved_for_weight_bytes: int
     calls: tuple[GraphCall, ...]
+    recompute: Recompute = "none"
+
+    @property
+    def title(self) -> str:
+        """Its name in a profile."""
+        return titled(f"stage {self.index}", self.recompute)
 
     def run_forward(self, state: Mapping[str, Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], Saved]:
         """Run F: return outputs in port order and what the backward needs.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +11,9 @@ from torch import Tensor
 from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.nested_values import Spec, flatten, unflatten
 from zbcompile.passes.partition.partition import StageSource
+from zbcompile.passes.split.backends import with_backend
+from zbcompile.passes.split.recompute import Recompute
+from zbcompile.passes.split.split_backward import TracedStages
 from zbcompile.passes.split.stage_graphs import StageGraphs
 
 __all__ = ["CutReport", "StagedModel"]
@@ -78,6 +81,8 @@ class StagedModel:
         One per stage.
     backend
         What runs the graphs (see `backends`).
+    traced
+        Splits the stages at other levels of recompute; None once it is settled what runs.
     """
 
     stages: tuple[StageGraphs, ...]
@@ -89,6 +94,49 @@ class StagedModel:
     loss: int | None
     reports: tuple[CutReport, ...]
     backend: str = "eager"
+    traced: TracedStages | None = None
+
+    @staticmethod
+    def of(
+        captured: Captured,
+        sources: tuple[StageSource, ...],
+        stages: tuple[StageGraphs, ...],
+        backend: str,
+        traced: TracedStages | None = None,
+    ) -> StagedModel:
+        """Return the stages as a model: where its results come from, and what every stage holds."""
+        place = {
+            port.name: (s.index, i) for s in stages for i, port in enumerate(s.outputs) if port.is_result
+        }
+        return StagedModel(
+            stages,
+            captured,
+            sources,
+            captured.input_spec,
+            captured.result_spec,
+            tuple(place[name] for name in captured.results),
+            captured.loss,
+            tuple(_report(captured, source, stage) for source, stage in zip(sources, stages, strict=True)),
+            backend,
+            traced,
+        )
+
+    @property
+    def levels(self) -> tuple[Recompute, ...]:
+        """Per stage the level of recompute that it was split at."""
+        return tuple(stage.recompute for stage in self.stages)
+
+    def stages_at(self, levels: Sequence[Recompute]) -> tuple[StageGraphs, ...]:
+        """Return the stages at other levels, as the backend runs them. Not once it is settled what runs."""
+        assert self.traced is not None
+        stages = self.traced.split(levels)
+        return with_backend(stages, self.backend, self.traced.skip, self.traced.compiled)
+
+    def settled(self, levels: Sequence[Recompute] | None = None) -> StagedModel:
+        """Return the model with its stages at levels, or as they are, for good."""
+        stages = self.stages if levels is None else self.stages_at(levels)
+        reports = (_report(self.captured, *pair) for pair in zip(self.sources, stages, strict=True))
+        return replace(self, stages=stages, reports=tuple(reports), traced=None)
 
     @property
     def metrics(self) -> tuple[int, ...]:
@@ -104,3 +152,18 @@ class StagedModel:
     def rebuild(self, leaves: Sequence[object]) -> Any:
         """Return the model's own result type from its tensors; with a loss function {"loss", "output"}."""
         return unflatten(self.result_spec, leaves)
+
+
+def _report(captured: Captured, source: StageSource, stage: StageGraphs) -> CutReport:
+    own = [captured.state[name] for name in stage.parameters]
+    return CutReport(
+        stage.index,
+        source.modules,
+        sum(p.numel() for p in own),
+        sum(p.numel() * p.element_size() for p in own),
+        source.seconds,
+        sum(port.num_bytes for port in stage.inputs if port.source[0] == "stage"),
+        sum(port.num_bytes * len(port.targets) for port in stage.outputs),
+        stage.saved_bytes,
+        stage.saved_for_weight_bytes,
+    )

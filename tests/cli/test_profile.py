@@ -64,6 +64,16 @@ def module(tmp_path: Path) -> Iterator[Path]:
         del sys.modules[name]
 
 
+def test_levels_of_recompute_become_variants(capsys: pytest.CaptureFixture[str], module: Path) -> None:
+    words = ["profile", f"{module}:net", "--stages", "2", "--device", "A100", "--recompute", "auto"]
+    assert main(words) == 0
+    profile = profile_json.loads(capsys.readouterr().out).profile
+    assert [s.name for s in profile.stages] == ["stage 0", "stage 1"]
+    for s, stage in enumerate(profile.stages):
+        assert stage.variants[-1].name == f"stage {s}, recompute=full"
+        assert stage.variants[-1].saved_bytes < stage.saved_bytes
+
+
 @pytest.mark.parametrize(
     ("factory", "on_meta"), [("net", True), ("needs_values", False), ("loses_values", False)]
 )

@@ -117,6 +117,7 @@ def test_all_options_but_the_named_ones_are_agreed_on() -> None:
         "skip": ("simplify",),
         "cuts": "plan",
         "rank_speeds": (1_000_000, 500_000),
+        "levels": ("full",) * 4,
     }
     compared_elsewhere = {"model", "loss_fn", "group", "plan_group", "split_points", "cache"}
     assert set(CompileOptions.__dataclass_fields__) == set(other) | compared_elsewhere

@@ -363,7 +363,6 @@ def test_bad_arguments_are_refused_with_both_sides() -> None:
         "rank 1",
         "given: 10",
         "raise memory_limit to",
-        'recompute="min_memory" or "full"',
     )
     refusal(lambda: compiled(mlp(), placement=[0, 0]).step(x, target=y), UsageError, "placement")
     refusal(lambda: compiled(mlp(), num_ranks=3).step(x, target=y), UsageError, "3 ranks", "2 stages")

@@ -11,10 +11,11 @@ import pytest
 
 from tests.support.planner_cases import brute_force, random_placement
 from zbcompile.errors import InfeasibleError
+from zbcompile.planner.assignments import candidates, fixed
 from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.incumbent import Progress
 from zbcompile.planner.plan import plan
-from zbcompile.planner.variants import candidates, cheapest, fixed, joint_bound, offers_variants
+from zbcompile.planner.variants import cheapest, joint_bound, offers_variants
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.least_memory import least_headroom

@@ -38,6 +38,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=words,
         help="count for this device of the table (such as H100) instead of measuring",
     )
+    parser.add_argument(
+        "--recompute",
+        choices=("none", "auto"),
+        default="none",
+        help="auto: with variants of each stage, its levels of recompute, to plan with (none)",
+    )
     parser.add_argument("--microbatches", type=positive, metavar="M", help="written into the profile")
     add_output(parser, "the profile (standard output)")
 
@@ -50,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_directory()
     from zbcompile.cli import factory
     from zbcompile.compiler.stages import build_pieces, build_stages
+    from zbcompile.compiler.variants import offered_levels
     from zbcompile.passes.profile.counted import counted_profile
     from zbcompile.passes.profile.measure import measure
     from zbcompile.passes.split.rewrites import skipped_from_environment
@@ -73,10 +80,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
     for report in staged.reports:
         say(report)
+    others = offered_levels(staged) if arguments.recompute == "auto" else None
     if device is None:
         inputs = staged.flat_inputs(made.args, made.kwargs, made.target)
-        costs = measure(staged.stages, staged.captured.state, inputs)
+        costs = measure(staged.stages, staged.captured.state, inputs, others=others)
     else:
-        costs = counted_profile(staged.stages, device)
+        costs = counted_profile(staged.stages, device, others=others)
     arguments.output.write(profile_json.dumps(ProfileFile(costs, num_microbatches=arguments.microbatches)))
     return 0

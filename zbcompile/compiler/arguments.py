@@ -122,8 +122,13 @@ def plan_of_checkpoint(schedule: object) -> Solution | None:
     return load_schedule(read_text(path), path)[0].solution()
 
 
-def schedule_of(schedule: Schedule | Solution | str | os.PathLike[str] | None) -> Schedule | None:
-    """Return the order to run, read from a file where one was named."""
+def schedule_of(
+    schedule: Schedule | Solution | str | os.PathLike[str] | None,
+) -> tuple[Schedule | None, Profile | None]:
+    """Return the order to run, read from a file where one was named, and the costs that it was made for."""
     if isinstance(schedule, str | os.PathLike):
-        return load_schedule(read_text(schedule), str(schedule))[0].schedule
-    return schedule.schedule if isinstance(schedule, Solution) else schedule
+        file = load_schedule(read_text(schedule), str(schedule))[0]
+        return file.schedule, None if file.problem is None else file.problem.profile
+    if isinstance(schedule, Solution):
+        return schedule.schedule, schedule.problem.profile
+    return schedule, None

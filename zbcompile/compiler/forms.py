@@ -26,12 +26,14 @@ from zbcompile.compiler.plan_cache import PlanCache
 from zbcompile.compiler.planning import keep_order_of_changes, plan_for_all
 from zbcompile.compiler.runs import Shapes
 from zbcompile.compiler.signature import Value
-from zbcompile.compiler.stages import build_stages
+from zbcompile.compiler.stages import build_stages, verify_stages
+from zbcompile.compiler.variants import as_planned
 from zbcompile.errors import ShapeError, UsageError
 from zbcompile.options import CompileOptions
 from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.op_costs import nominal_device
 from zbcompile.passes.profile.rescaled import rescaled_profile
+from zbcompile.passes.split.recompute import Recompute
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.passes.verify.verify import cheap_to_verify
 from zbcompile.runtime.group import PipelineGroup
@@ -241,10 +243,10 @@ def _check_costs(options: CompileOptions, call: CallForm) -> None:
 
 
 def _stages_of_shape(options: CompileOptions, first: TrainingForm, call: CallForm) -> StagedModel:
-    """Capture the model for another shape, with the parameters of every stage where they are."""
+    """Capture the model for another shape, with parameters and levels of recompute as they are."""
     homes = [(*s.parameters, *s.buffers) for s in first.staged.stages]
     try:
-        return _stages(options, call, homes)
+        return _stages(options, call, homes, levels=first.staged.levels)
     except Exception as error:
         pairs = zip(call.signature.names, first.call.shapes, call.shapes, strict=True)
         name, old, new = next((row for row in pairs if row[1] != row[2]), ("the batch", (), ()))
@@ -266,8 +268,12 @@ def _stages(
     rank_each: bool = False,
     observer: Observer = quiet,
     choose: CutChoice | None = None,
+    levels: tuple[Recompute, ...] | None = None,
 ) -> StagedModel:
-    """Capture, cut and split the model; with ``rank_each`` every stage has a rank of its own."""
+    """Capture, cut and split the model; with ``rank_each`` every stage has a rank of its own.
+
+    ``levels`` are those of the stages; by default the ones to begin with.
+    """
     one = call.example
     return build_stages(
         options.model,
@@ -278,7 +284,7 @@ def _stages(
         loss_fn=options.loss_fn,
         split_points=options.split_points,
         homes=homes,
-        recompute=options.recompute,
+        recompute=options.split_first if levels is None else levels,
         backend=options.backend,
         verify=False if homes is not None and options.free_model else options.verify,
         planned_for=options.profile if isinstance(options.profile, Device) else None,
@@ -293,6 +299,32 @@ def _stages(
     )
 
 
+def _verify_planned(
+    options: CompileOptions,
+    group: PipelineGroup | None,
+    call: CallForm,
+    staged: StagedModel,
+    cache: PlanCache,
+    observer: Observer,
+) -> None:
+    """Compare the stages at the levels that the plan chose with other ranks and with the untouched model."""
+    if group is not None:
+        hashes = " ".join(stage.signature_hash() for stage in staged.stages)
+        group.agree({"stage graphs as planned": f"{staged.levels} {hashes}"})
+    one = call.example
+    verify_stages(
+        options.model,
+        staged,
+        one.args,
+        one.kwargs,
+        target=one.target,
+        loss_fn=options.loss_fn,
+        verify=options.verify,
+        known=lambda _: cache.found,
+        observer=observer,
+    )
+
+
 def _planned(
     options: CompileOptions,
     group: PipelineGroup | None,
@@ -304,6 +336,10 @@ def _planned(
 ) -> TrainingForm:
     """Measure or count -> plan, once for all ranks -> merge_backward -> insert_comm -> check -> codegen."""
     solution = plan_for_all(options, planners, cache.num_ranks, call, staged, cache, observer)
+    built, staged = staged, as_planned(staged, solution)
+    if staged.levels != built.levels:
+        observer("recompute", staged.stages)
+        _verify_planned(options, group, call, staged, cache, observer)
     keep_order_of_changes(solution.schedule, staged)
     plan = lower(
         solution,
@@ -315,5 +351,5 @@ def _planned(
     if group is not None:
         group.agree({"programs": "\n".join(programs)})
     if planners is None or planners.rank == 0:
-        cache.keep(staged, plan.solution)
+        cache.keep(built, plan.solution)
     return TrainingForm(options, group, call, staged, plan, programs)

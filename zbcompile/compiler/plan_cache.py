@@ -17,10 +17,12 @@ import warnings
 import torch
 
 from zbcompile.compiler.call_form import CallForm
-from zbcompile.errors import CheckError, FormatError
+from zbcompile.compiler.variants import chosen_levels
+from zbcompile.errors import CheckError, FormatError, UsageError
 from zbcompile.formats import schedule_json
 from zbcompile.formats.files import read_text, write_text
 from zbcompile.options import CompileOptions
+from zbcompile.passes.split.recompute import AUTO
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.schedule.check import checked_times
 from zbcompile.schedule.devices import Device
@@ -55,6 +57,11 @@ class PlanCache:
         """Return whether there is a plan for such stages, which were compared with their model then."""
         return self.find(staged) is not None
 
+    @property
+    def found(self) -> bool:
+        """Whether a plan was found, whose stages were compared with their model when it was made."""
+        return self._found is not None
+
     def find(self, staged: StagedModel) -> Solution | None:
         """Return the plan for such stages; None where there is none, or, with a warning, a broken one."""
         if self._options.cache is None or self._looked:
@@ -65,7 +72,7 @@ class PlanCache:
                 found = schedule_json.loads(read_text(path), path).solution()
                 self._check(found, path)
                 self._found = found
-            except (FormatError, CheckError) as error:
+            except (FormatError, CheckError, UsageError) as error:
                 warnings.warn(f"a plan in the cache is broken, and made anew: {error}", stacklevel=2)
         return self._found
 
@@ -92,7 +99,9 @@ class PlanCache:
         sizes = (made.num_stages, made.num_ranks)
         value_ns = checked_times(solution.schedule, made).value_ns
         same = sizes == (options.num_stages, self.num_ranks) and problem == made
-        if not same or any(solution.variants) or value_ns != solution.certificate.value_ns:
+        chosen_levels(solution)
+        fixed = options.recompute != AUTO and any(solution.variants)
+        if not same or fixed or value_ns != solution.certificate.value_ns:
             raise FormatError("the plan is for something else", where=path, fix="remove the file")
 
     def _path(self, staged: StagedModel) -> str:

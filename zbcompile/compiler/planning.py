@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -11,12 +12,14 @@ from zbcompile.compiler.call_form import CallForm
 from zbcompile.compiler.observe import Observer
 from zbcompile.compiler.peers import has_peers
 from zbcompile.compiler.plan_cache import PlanCache
-from zbcompile.errors import CheckError, InfeasibleError, UsageError
+from zbcompile.compiler.variants import memory_may_bind, offered_levels, way_of_recompute
+from zbcompile.errors import CheckError, InfeasibleError, NoOrderError, UsageError
 from zbcompile.formats import schedule_json
 from zbcompile.options import CompileOptions
 from zbcompile.passes.profile.counted import counted_profile
 from zbcompile.passes.profile.measure import edges_of, measure
-from zbcompile.passes.split.recompute import POLICIES
+from zbcompile.passes.split.recompute import AUTO
+from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.runtime.gradients import sum_dtype, tied_holders
 from zbcompile.runtime.group import PipelineGroup
@@ -28,6 +31,9 @@ from zbcompile.schedule.solution import Solution
 from zbcompile.schedule.speeds import on_ranks, relative
 
 __all__ = ["keep_order_of_changes", "plan_for_all", "profile_and_plan", "solve"]
+
+_FIRST_SHARE = 0.2
+"""Share of the search for a plan without recompute, where that might do."""
 
 
 def plan_for_all(
@@ -80,7 +86,9 @@ def _measured_together(
     known = group.rank == 0 and cache.find(staged) is not None
     if group.from_first("known" if known else "", "whether a plan is known"):
         return options
-    return replace(options, profile=_profile(options, call, staged, observer, together=True))
+    others = offered_levels(staged) if options.recompute == AUTO else None
+    profile = _profile(options, call, staged, observer, together=True, others=others)
+    return replace(options, profile=profile)
 
 
 def _found_or_planned(
@@ -105,17 +113,84 @@ def profile_and_plan(
     profile = _profile(options, call, staged, observer)
     if options.solution is not None:
         options = replace(options, solution=_with_gradients_counted(options.solution, options, staged))
-    solution = solve(options, profile, num_ranks, call.num_microbatches)
+    count = call.num_microbatches
+    if options.recompute != AUTO or isinstance(options.profile, Profile):
+        solution = solve(options, profile, num_ranks, count, staged)
+    else:
+        found = _without_recompute(options, profile, num_ranks, count)
+        if found is None:
+            profile = _profile(options, call, staged, observer, others=offered_levels(staged))
+            rest = replace(options, time_limit_s=(1 - _FIRST_SHARE) * options.time_limit_s)
+            found = solve(rest, profile, num_ranks, count)
+        solution = found
     observer("plan", solution)
-    _check_variants(solution)
     return solution
 
 
-def solve(options: CompileOptions, profile: Profile, num_ranks: int, num_microbatches: int) -> Solution:
+def _without_recompute(
+    options: CompileOptions, profile: Profile, num_ranks: int, num_microbatches: int
+) -> Solution | None:
+    """Return a plan of the stages as they are, if recompute can make none shorter; else None.
+
+    It cannot where no cap is ever reached, or where the plan takes as little as it would without any cap.
+    """
+    from zbcompile.planner.assignments import bound_of
+    from zbcompile.planner.placements import placements_for
+
+    problem = _problem(options, profile, num_ranks, num_microbatches)
+    placements = [problem.placement]
+    if _placement(options, num_ranks) is None:
+        placements = [placement for _, placement in placements_for(problem, num_ranks)]
+    if not any(memory_may_bind(problem.with_(placement=placement)) for placement in placements):
+        return solve(options, profile, num_ranks, num_microbatches)
+    first = replace(options, time_limit_s=_FIRST_SHARE * options.time_limit_s)
+    try:
+        found = solve(first, profile, num_ranks, num_microbatches)
+    except (InfeasibleError, NoOrderError):
+        return None
+    profiles = [on_ranks(profile, placement, _speeds(options)) for placement in placements]
+    free = [
+        bound_of(problem.with_(profile=here, placement=placement, caps=()))
+        for here, placement in zip(profiles, placements, strict=True)
+    ]
+    return found if found.certificate.value_ns <= min(bound.value_ns for bound in free) else None
+
+
+def solve(
+    options: CompileOptions,
+    profile: Profile,
+    num_ranks: int,
+    num_microbatches: int,
+    staged: StagedModel | None = None,
+) -> Solution:
     """Plan for the placement that was asked for, or for every one that fits and keep the best.
 
-    The planner is loaded when it is needed: that takes a second, which ranks with a plan are spared.
+    The planner is loaded when it is needed: that takes a second, which ranks with a plan are spared. An error
+    of a cap that is too low says what recompute would do for the stages ``staged``.
     """
+    given = options.schedule
+    problem = _problem(options, profile, num_ranks, num_microbatches)
+    if given is not None:
+        if options.solution is not None and options.solution.problem == problem:
+            return options.solution
+        from zbcompile.planner.imported import rated
+
+        return rated(given, problem)
+    from zbcompile.planner.placements import plan_auto
+    from zbcompile.planner.plan import plan
+
+    try:
+        if _placement(options, num_ranks) is None:
+            speeds = _speeds(options)
+            found = plan_auto(problem, time_limit_s=options.time_limit_s, seed=options.seed, speeds=speeds)
+            return found.solution
+        return plan(problem, time_limit_s=options.time_limit_s, seed=options.seed)
+    except InfeasibleError as error:
+        raise _less_memory(error, options, problem, staged) from error
+
+
+def _problem(options: CompileOptions, profile: Profile, num_ranks: int, num_microbatches: int) -> Problem:
+    """Return what is planned; where the placement is searched for, with the stages dealt evenly."""
     given = options.schedule
     placement = _placement(options, num_ranks) if given is None else given.placement
     problem = Problem.of(
@@ -129,33 +204,22 @@ def solve(options: CompileOptions, profile: Profile, num_ranks: int, num_microba
         kept_gradients=options.kept_gradients,
         microbatch_costs=options.costs_of(num_microbatches),
     )
-    speeds = options.rank_speeds if options.profile is not None else relative(options.rank_speeds)
-    problem = problem.with_(profile=on_ranks(profile, problem.placement, speeds if placement else ()))
-    if given is not None:
-        if options.solution is not None and options.solution.problem == problem:
-            return options.solution
-        from zbcompile.planner.imported import rated
-
-        return rated(given, problem)
-    from zbcompile.planner.placements import plan_auto
-    from zbcompile.planner.plan import plan
-
-    try:
-        if placement is None:
-            found = plan_auto(problem, time_limit_s=options.time_limit_s, seed=options.seed, speeds=speeds)
-            return found.solution
-        return plan(problem, time_limit_s=options.time_limit_s, seed=options.seed)
-    except InfeasibleError as error:
-        raise _less_memory(error, options) from error
+    return problem.with_(profile=on_ranks(profile, problem.placement, _speeds(options) if placement else ()))
 
 
-def _less_memory(error: InfeasibleError, options: CompileOptions) -> InfeasibleError:
+def _speeds(options: CompileOptions) -> tuple[int, ...]:
+    """Return the speeds of the ranks: as given beside a profile, else relative to the one that measures."""
+    return options.rank_speeds if options.profile is not None else relative(options.rank_speeds)
+
+
+def _less_memory(
+    error: InfeasibleError, options: CompileOptions, problem: Problem, staged: StagedModel | None
+) -> InfeasibleError:
     """Return the error with the ways out that `compile` has."""
     ways = [f"raise memory_limit to {error.needed} bytes on {error.where}"]
     if not isinstance(options.profile, Profile):
-        if options.recompute in POLICIES[:-1]:
-            leaner = POLICIES[POLICIES.index(str(options.recompute)) + 1 :]
-            ways.append("recompute=" + " or ".join(f'"{name}"' for name in leaner))
+        if staged is not None and options.recompute != AUTO:
+            ways += way_of_recompute(problem, staged)
         ways.append("cut the batch into more microbatches")
     return InfeasibleError(
         error.what, where=error.where, needed=error.needed, given=error.given, fix=", or ".join(ways)
@@ -214,15 +278,18 @@ def _profile(
     observer: Observer,
     *,
     together: bool = False,
+    others: Sequence[Sequence[StageGraphs]] | None = None,
 ) -> Profile:
     """Return the profile that was given, counted for the device that was given, or measured here.
 
     ``together``: other processes measure the same stages at the same time, and wait for this one in them.
+    ``others`` are the stages at other levels of recompute, which become variants.
     """
     if isinstance(options.profile, Profile):
         return _counting_gradients(_with_edges_of(options.profile, staged), options, staged)
     if isinstance(options.profile, Device):
-        profile = _with_wide_gradients(counted_profile(staged.stages, options.profile), options, staged)
+        profile = counted_profile(staged.stages, options.profile, others=others)
+        profile = _with_wide_gradients(profile, options, staged)
         observer("counted", profile)
         return profile
     empty = [name for name, tensor in staged.captured.state.items() if tensor.is_meta]
@@ -232,7 +299,9 @@ def _profile(
             where=empty[0],
             fix='give profile=device_named("H100") to count its costs, or a profile measured elsewhere',
         )
-    profile = measure(staged.stages, staged.captured.state, call.flat_example, together=together)
+    profile = measure(
+        staged.stages, staged.captured.state, call.flat_example, together=together, others=others
+    )
     profile = _with_wide_gradients(profile, options, staged)
     observer("measure", profile)
     return profile
@@ -249,22 +318,6 @@ def _with_wide_gradients(profile: Profile, options: CompileOptions, staged: Stag
         static, gradients = cost.static_bytes + wider, cost.gradient_bytes + wider
         stages.append(replace(cost, static_bytes=static, gradient_bytes=gradients))
     return replace(profile, stages=tuple(stages))
-
-
-def _check_variants(solution: Solution) -> None:
-    """Refuse a plan that counts on variants of stages: the stages here are built without them."""
-    chosen = [(stage, k) for stage, k in enumerate(solution.variants) if k]
-    if chosen:
-        stage, k = chosen[0]
-        name = solution.problem.profile.stages[stage].name
-        raise UsageError(
-            f"the plan runs stage {stage} as its variant {k}{f' ({name})' if name else ''}, "
-            "which compile() does not build",
-            where="profile.stages[...].variants",
-            needed="stages without variants",
-            given=f"variants {list(solution.variants)}",
-            fix="give a profile without variants, and compile(recompute=...) for what the variant stands for",
-        )
 
 
 def _with_edges_of(profile: Profile, staged: StagedModel) -> Profile:

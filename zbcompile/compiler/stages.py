@@ -18,17 +18,23 @@ from zbcompile.passes.capture.with_loss import with_loss
 from zbcompile.passes.partition.cut_points import CutPoint
 from zbcompile.passes.partition.cuts import piece_cuts
 from zbcompile.passes.partition.homes import SameHomes
-from zbcompile.passes.partition.partition import Policy, StageSource, legal_cuts, partition
+from zbcompile.passes.partition.partition import Policy, legal_cuts, partition
 from zbcompile.passes.split.backends import check_backend, with_backend
+from zbcompile.passes.split.recompute import Recompute, check_recompute
 from zbcompile.passes.split.rewrites import FOLD_MASKS, check_known
-from zbcompile.passes.split.split_backward import Recompute, split_backward
-from zbcompile.passes.split.stage_graphs import StageGraphs
-from zbcompile.passes.split.staged_model import CutReport, StagedModel
+from zbcompile.passes.split.split_backward import TracedStages
+from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.passes.verify.verify import cheap_to_verify
 from zbcompile.passes.verify.verify import verify as compare_with_model
 from zbcompile.schedule.devices import Device
 
-__all__ = ["build_pieces", "build_stages", "captured_with_loss", "split_into_stages"]
+__all__ = [
+    "build_pieces",
+    "build_stages",
+    "captured_with_loss",
+    "split_into_stages",
+    "verify_stages",
+]
 
 
 def build_stages(
@@ -41,7 +47,7 @@ def build_stages(
     loss_fn: Callable[..., Tensor] | None = None,
     split_points: Sequence[str] | Policy | None = None,
     homes: Sequence[Sequence[str]] | None = None,
-    recompute: Recompute = "none",
+    recompute: Recompute | tuple[Recompute, ...] = "none",
     backend: str = "eager",
     device: torch.device | str | None = None,
     verify: bool | None = False,
@@ -67,7 +73,8 @@ def build_stages(
         The last stage computes ``loss_fn(output, target)``. Without it the model's own loss is looked for:
         the entry called loss, or a scalar result.
     split_points, recompute, backend
-        See docs/split.md; ``backend`` is one of `backends.BACKENDS`.
+        See docs/split.md; ``backend`` is one of `backends.BACKENDS`, ``recompute`` a level for all stages or
+        one for each.
     homes
         Per stage, names of parameters and buffers that it has: cut so that they stay there.
     device
@@ -136,12 +143,43 @@ def build_stages(
     )
     if before_calls is not None:
         before_calls(staged)
+    verify_stages(
+        model,
+        staged,
+        args,
+        kwargs,
+        target=target,
+        loss_fn=loss_fn,
+        verify=verify,
+        known=known,
+        observer=observer,
+    )
+    return staged
+
+
+def verify_stages(
+    model: nn.Module,
+    staged: StagedModel,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    target: Any = None,
+    loss_fn: Callable[..., Tensor] | None = None,
+    verify: bool | None = None,
+    known: Callable[[StagedModel], bool] | None = None,
+    observer: Observer = quiet,
+) -> None:
+    """Compare stages with the untouched model where that is asked for or cheap; as `build_stages` does.
+
+    Raises
+    ------
+    SplitError
+        They differ.
+    """
     if verify is None:
         verify = cheap_to_verify(with_loss(model, loss_fn)) and not (known and known(staged))
     if verify:
-        report = compare_with_model(model, staged, args, kwargs, target, loss_fn)
-        observer("verify", report)
-    return staged
+        observer("verify", compare_with_model(model, staged, args, kwargs, target, loss_fn))
 
 
 def build_pieces(
@@ -197,7 +235,7 @@ def split_into_stages(
     num_stages: int,
     *,
     split_points: Sequence[str] | Policy | None = None,
-    recompute: Recompute = "none",
+    recompute: Recompute | tuple[Recompute, ...] = "none",
     backend: str = "eager",
     planned_for: Device | None = None,
     num_microbatches: int | None = None,
@@ -221,36 +259,22 @@ def split_into_stages(
         num_microbatches=num_microbatches,
     )
     observer("partition", sources)
-    stages = split_backward(
+    levels = recompute if isinstance(recompute, tuple) else (recompute,) * len(sources)
+    for level in levels:
+        check_recompute(level)
+    traced = TracedStages(
         captured,
         sources,
-        recompute=recompute,
         backend=backend,
         device=planned_for,
         skip=skip,
         observer=lambda step: observer("split_backward.joint", step),
     )
+    stages = traced.split(levels)
     observer("split_backward", stages)
-    stages = with_backend(stages, backend, skip)
+    stages = with_backend(stages, backend, skip, traced.compiled)
     observer("backend", stages)
-    return _staged(captured, sources, stages, backend)
-
-
-def _staged(
-    captured: Captured, sources: tuple[StageSource, ...], stages: tuple[StageGraphs, ...], backend: str
-) -> StagedModel:
-    place = {port.name: (s.index, i) for s in stages for i, port in enumerate(s.outputs) if port.is_result}
-    return StagedModel(
-        stages,
-        captured,
-        sources,
-        captured.input_spec,
-        captured.result_spec,
-        tuple(place[name] for name in captured.results),
-        captured.loss,
-        tuple(_report(captured, source, stage) for source, stage in zip(sources, stages, strict=True)),
-        backend,
-    )
+    return StagedModel.of(captured, sources, stages, backend, traced)
 
 
 def _with_usable_loss(captured: Captured, asked: bool) -> Captured:
@@ -268,19 +292,4 @@ def _with_usable_loss(captured: Captured, asked: bool) -> Captured:
         needed="one floating-point number per microbatch",
         given=given,
         fix="reduce it with .mean() or .sum()",
-    )
-
-
-def _report(captured: Captured, source: StageSource, stage: StageGraphs) -> CutReport:
-    own = [captured.state[name] for name in stage.parameters]
-    return CutReport(
-        stage.index,
-        source.modules,
-        sum(p.numel() for p in own),
-        sum(p.numel() * p.element_size() for p in own),
-        source.seconds,
-        sum(port.num_bytes for port in stage.inputs if port.source[0] == "stage"),
-        sum(port.num_bytes * len(port.targets) for port in stage.outputs),
-        stage.saved_bytes,
-        stage.saved_for_weight_bytes,
     )

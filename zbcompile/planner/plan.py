@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from zbcompile.errors import InfeasibleError, UsageError
+from zbcompile.planner.assignments import fixed
 from zbcompile.planner.core.instance import Fusing
 from zbcompile.planner.core.unequal import alike_problem
 from zbcompile.planner.incumbent import Progress
@@ -12,7 +13,7 @@ from zbcompile.planner.parts import search
 from zbcompile.planner.portfolio import PORTFOLIO, QUICK, names_to_leave_out
 from zbcompile.planner.run import Effort, Options, PartRun, Run, level_of
 from zbcompile.planner.unequal import plan_unequal
-from zbcompile.planner.variants import fixed, offers_variants, plan_variants
+from zbcompile.planner.variants import offers_variants, plan_variants
 from zbcompile.schedule.least_memory import check_caps
 from zbcompile.schedule.limits import check_plannable, check_seed
 from zbcompile.schedule.problem import Problem

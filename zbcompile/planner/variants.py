@@ -1,43 +1,33 @@
 """Which variant every stage runs as, where stages offer several (for instance with recompute).
 
 When memory binds, a variant that holds less and takes longer shortens the step more than any order can. So
-assignments of variants are ranked before the search: none, one level everywhere, one level on the first or
-last ranks, then changes rank by rank. The lower bound holds over all assignments: per rank the least over its
-own levels, every other stage at the least of each of its costs.
+assignments of variants are ranked before the search (`assignments`), and the best few are planned in full.
+The bound of the result holds over all assignments: per rank the least over its own levels, every other stage
+at the least of each of its costs.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-from zbcompile.errors import InfeasibleError
-from zbcompile.planner.bounds.analytic import best_bound
-from zbcompile.planner.bounds.blocking_send import blocking_send_bound
+from zbcompile.planner.assignments import RANK_SHARE, Assignment, bound_of, fixed, rank
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.compiled import SearchClock
 from zbcompile.planner.incumbent import PlanState, Progress
 from zbcompile.schedule.costs import Profile, StageCost
-from zbcompile.schedule.least_memory import check_caps
-from zbcompile.schedule.memory import uses_of
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Certificate, Solution
 
 __all__ = ["Relay", "bound_of", "cheapest", "fixed", "joint_bound", "offers_variants", "plan_variants"]
-
-Assignment = tuple[int, ...]
-"""The variant of every stage, 0 for the stage as it is."""
 
 _MOST_LEVELS = 64
 """Combinations of levels on one rank up to which its bound looks at each of them."""
 
 _MOST_COSTS = 8192
 """Stages times combinations of levels up to which the same holds."""
-
-_FINALISTS = 3
-"""Most assignments that are planned in full."""
 
 _LARGE = 4096
 """Stages times microbatches beyond which the joint bound looks at three ranks only."""
@@ -46,11 +36,6 @@ _LARGE = 4096
 def offers_variants(problem: Problem) -> bool:
     """Return whether any stage has more than one way to run."""
     return any(stage.variants for stage in problem.profile.stages)
-
-
-def fixed(problem: Problem, assignment: Sequence[int]) -> Problem:
-    """Return the problem with one variant per stage."""
-    return problem.with_(profile=problem.profile.choose(assignment))
 
 
 def cheapest(stage: StageCost) -> StageCost:
@@ -65,12 +50,6 @@ def cheapest(stage: StageCost) -> StageCost:
     must not vouch for itself there.
     """
     return StageCost.combined((stage, *stage.variants), min).of_stage(stage)
-
-
-def bound_of(problem: Problem) -> Bound:
-    """Return the best analytic bound of a problem without variants."""
-    bound, blocking = best_bound(problem), blocking_send_bound(problem)
-    return blocking if blocking is not None and blocking.value_ns > bound.value_ns else bound
 
 
 def joint_bound(problem: Problem) -> Bound:
@@ -143,84 +122,6 @@ def _numbers(way: StageCost) -> list[int]:
     ]
 
 
-def candidates(problem: Problem) -> Iterator[Assignment]:
-    """Yield whole assignments to try first: none, a level on all ranks, on the first k, on the last k."""
-    profile, rank_of, p = problem.profile, problem.placement.rank_of, problem.num_ranks
-    seen: set[Assignment] = set()
-    for level in range(1 + max(len(stage.variants) for stage in profile.stages)):
-        for count in (p, *range(1, p)):
-            for first in (True, False):
-                made = tuple(
-                    min(level, len(stage.variants)) if (r < count if first else r >= p - count) else 0
-                    for stage, r in zip(profile.stages, rank_of, strict=True)
-                )
-                if made not in seen:
-                    seen.add(made)
-                    yield made
-
-
-class _Ranking:
-    """Values of assignments by a quick plan each, none twice."""
-
-    def __init__(
-        self,
-        problem: Problem,
-        quick: Callable[[Problem], int | None],
-        over: Callable[[], bool],
-        fusing: bool,
-    ) -> None:
-        self.problem, self.quick, self.over, self.fusing = problem, quick, over, fusing
-        self.values: dict[Assignment, int | None] = {}
-        self.best: tuple[int, Assignment] | None = None
-
-    def try_(self, assignment: Assignment) -> bool:
-        """Value an assignment; return whether it is the best so far."""
-        if assignment in self.values or self.over():
-            return False
-        self.values[assignment] = value = self._value(assignment)
-        if value is None or (self.best is not None and (value, assignment) >= self.best):
-            return False
-        self.best = value, assignment
-        return True
-
-    def _value(self, assignment: Assignment) -> int | None:
-        problem = fixed(self.problem, assignment)
-        try:
-            check_caps(problem, fusing=self.fusing)
-        except InfeasibleError:
-            return None
-        if self.best is not None and bound_of(problem).value_ns >= self.best[0]:
-            return None
-        return self.quick(problem)
-
-    def improve(self) -> None:
-        """Change the levels of one rank, then swap two ranks, until nothing is better."""
-        better = True
-        while better and self.best is not None:
-            better = any(self.try_(other) for other in self._around(self.best[1]))
-
-    def _around(self, here: Assignment) -> Iterator[Assignment]:
-        profile, rank_of = self.problem.profile, self.problem.placement.rank_of
-        for s, stage in enumerate(profile.stages):
-            if self.over():
-                return
-            for level in range(len(stage.variants) + 1):
-                yield (*here[:s], level, *here[s + 1 :])
-        for a, b in itertools.combinations(range(len(here)), 2):
-            if self.over():
-                return
-            levels = list(here)
-            levels[a], levels[b] = here[b], here[a]
-            legal = all(level <= len(profile.stages[s].variants) for s, level in enumerate(levels))
-            if legal and here[a] != here[b] and rank_of[a] != rank_of[b]:
-                yield tuple(levels)
-
-    def finalists(self) -> list[Assignment]:
-        """Return the best few, best first, none more than a fiftieth behind."""
-        known = sorted((v, a) for a, v in self.values.items() if v is not None)
-        return [assignment for value, assignment in known[:_FINALISTS] if value <= 1.02 * known[0][0]]
-
-
 class Relay:
     """Progress over all assignments: the best value of any, the joint bound; knows of an interrupt."""
 
@@ -280,11 +181,15 @@ def plan_variants(
     relay = Relay(observer, time_limit_s)
     bound = joint_bound(problem)
     relay.bound = bound.value_ns
-    finalists = _rank(problem, quick, bound, relay, fusing)
+    finalists = rank(problem, quick, bound, relay, fusing)
+    share = (1 - RANK_SHARE) * time_limit_s / (len(finalists) + 1)
     chosen: tuple[Solution, Assignment] | None = None
     for k, assignment in enumerate(finalists):
-        share = max(0.2, relay.seconds_left() / (len(finalists) - k))
-        found = find(fixed(problem, assignment), share, relay)
+        here = fixed(problem, assignment)
+        if chosen is not None and bound_of(here).value_ns >= chosen[0].certificate.value_ns:
+            continue
+        spare = relay.seconds_left() - share * (len(finalists) - 1 - k)
+        found = find(here, _stretched(max(0.2, share if k else 2 * share), spare), relay)
         if chosen is None or found.certificate.value_ns < chosen[0].certificate.value_ns:
             chosen = found, assignment
         if chosen[0].certificate.value_ns <= bound.value_ns or relay.seconds_left() <= 0:
@@ -293,43 +198,12 @@ def plan_variants(
     return _certified(*chosen, bound, problem.profile)
 
 
-def _rank(
-    problem: Problem,
-    quick: Callable[[Problem], int | None],
-    bound: Bound,
-    relay: Relay,
-    fusing: bool,
-) -> list[Assignment]:
-    """Return the best few assignments by quick plans, in two fifths of the time."""
-    spare = 0.6 * relay.limit
-    ranking = _Ranking(problem, quick, lambda: relay.seconds_left() < spare, fusing)
-    try:
-        for assignment in candidates(problem):
-            if ranking.try_(assignment):
-                relay(Progress(ranking.best[0] if ranking.best else None, 0, 0.0, "variants"))
-            if ranking.best is not None and ranking.best[0] <= bound.value_ns:
-                return ranking.finalists()[:1]
-            if ranking.over():
-                break
-        ranking.improve()
-    except KeyboardInterrupt:
-        relay(Progress(None, 0, 0.0, "interrupted", PlanState.INTERRUPTED))
-    if ranking.best is None:
-        leanest = _leanest(problem.profile, fusing)
-        check_caps(fixed(problem, leanest), fusing=fusing)
-        return [leanest]
-    return ranking.finalists()
+def _stretched(limit: float, spare: float) -> float:
+    """Return a limit in seconds that uses time to spare, but for no more tries than it would have had.
 
-
-def _leanest(profile: Profile, fusing: bool) -> Assignment:
-    """Return per stage the variant whose microbatch needs the fewest bytes by itself."""
-
-    result = []
-    for stage in profile.stages:
-        ways = [uses_of(way) for way in (stage, *stage.variants)]
-        held = [(way.alone(fusing=fusing), way.alone(fusing=True)) for way in ways]
-        result.append(held.index(min(held)))
-    return tuple(result)
+    Tries are counted by the tens of seconds of a limit (`zbcompile.planner.run.Run.level`).
+    """
+    return max(limit, min(spare, 10 * max(1, round(limit / 10)) + 4.9))
 
 
 def _certified(solution: Solution, assignment: Assignment, bound: Bound, offered: Profile) -> Solution:

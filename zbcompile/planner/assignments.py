@@ -1,0 +1,287 @@
+"""Assignments of variants to stages: which ones are worth a whole plan.
+
+Many are weighed by their lower bounds: none, one level everywhere or on the first or last ranks, what lets so
+many microbatches be in flight, and what lies around the most promising ones. The best of these get a quick
+plan each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
+
+from zbcompile.errors import InfeasibleError
+from zbcompile.planner.bounds.analytic import best_bound
+from zbcompile.planner.bounds.blocking_send import blocking_send_bound
+from zbcompile.planner.bounds.bound import Bound
+from zbcompile.planner.incumbent import PlanState, Progress
+from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.schedule.least_memory import check_caps
+from zbcompile.schedule.memory import uses_of
+from zbcompile.schedule.problem import Problem
+
+__all__ = ["RANK_SHARE", "Assignment", "RankingClock", "bound_of", "candidates", "fixed", "rank"]
+
+Assignment = tuple[int, ...]
+"""The variant of every stage, 0 for the stage as it is."""
+
+_FINALISTS = 3
+"""Most assignments that are planned in full."""
+
+RANK_SHARE = 0.4
+"""Most of the time that ranking takes."""
+
+_BOUND_STAGES = 400
+"""Bounds of assignments for every second of the limit, times stages."""
+
+_PLAN_ACTIONS = 1200
+"""Quick plans of assignments for every second of the limit, times actions."""
+
+_LEAST_TRIES = 12
+"""Of each, however short the limit."""
+
+_WIDTH = 8
+"""Assignments of the least bounds around which others are looked for."""
+
+
+class RankingClock(Protocol):
+    """Is told of progress, and knows the time."""
+
+    limit: float
+
+    def seconds_left(self) -> float: ...
+    def __call__(self, progress: Progress) -> None: ...
+
+
+def fixed(problem: Problem, assignment: Sequence[int]) -> Problem:
+    """Return the problem with one variant per stage."""
+    return problem.with_(profile=problem.profile.choose(assignment))
+
+
+def bound_of(problem: Problem) -> Bound:
+    """Return the best analytic bound of a problem without variants."""
+    bound, blocking = best_bound(problem), blocking_send_bound(problem)
+    return blocking if blocking is not None and blocking.value_ns > bound.value_ns else bound
+
+
+def candidates(problem: Problem) -> Iterator[Assignment]:
+    """Yield whole assignments to weigh first, none twice."""
+    seen: set[Assignment] = set()
+    for made in (*_by_level(problem), *_by_flight(problem)):
+        if made not in seen:
+            seen.add(made)
+            yield made
+
+
+def _by_level(problem: Problem) -> Iterator[Assignment]:
+    """Yield no variant; then each level on all ranks, on the first k, on the last k."""
+    profile, rank_of, p = problem.profile, problem.placement.rank_of, problem.num_ranks
+    for level in range(1 + max(len(stage.variants) for stage in profile.stages)):
+        for count in (p, *range(1, p)):
+            for first in (True, False):
+                yield tuple(
+                    min(level, len(stage.variants)) if (r < count if first else r >= p - count) else 0
+                    for stage, r in zip(profile.stages, rank_of, strict=True)
+                )
+
+
+def _single_levels(problem: Problem) -> list[Assignment]:
+    """Return each level on all stages, or the last one of a stage that has fewer."""
+    depths = [len(stage.variants) for stage in problem.profile.stages]
+    return [tuple(min(level, depth) for depth in depths) for level in range(max(depths) + 1)]
+
+
+def _by_flight(problem: Problem) -> Iterator[Assignment]:
+    """Yield the levels that allow so many microbatches in flight on rank 0, and fewer on later ones."""
+    p = problem.num_ranks
+    for most in range(1, 2 * p + 1):
+        for fewer in (0, 1, 2):
+            levels = [0] * problem.num_stages
+            for rank in range(p):
+                wanted = min(problem.num_microbatches, max(1, most - fewer * rank))
+                _fit(problem, rank, wanted, levels)
+            yield tuple(levels)
+
+
+def _fit(problem: Problem, rank: int, wanted: int, levels: list[int]) -> None:
+    """Raise levels of a rank's stages, the most bytes for a ns first, until so many microbatches fit."""
+    headroom = problem.headroom(rank)
+    ways = {s: _ways(problem.profile.stages[s]) for s in problem.placement.stages_of(rank)}
+
+    def worth(s: int) -> tuple[float, int]:
+        now, then = ways[s][levels[s]], ways[s][levels[s] + 1]
+        saved = now.saved_bytes - then.saved_bytes
+        return saved / max(1, _work_ns(then) - _work_ns(now)), -s
+
+    while headroom is not None:
+        held = sum(row[levels[s]].saved_bytes for s, row in ways.items())
+        leaner = [s for s, row in ways.items() if levels[s] + 1 < len(row)]
+        if held * wanted <= headroom or not leaner:
+            return
+        levels[max(leaner, key=worth)] += 1
+
+
+def _ways(stage: StageCost) -> tuple[StageCost, ...]:
+    return (stage, *stage.variants)
+
+
+def _work_ns(way: StageCost) -> int:
+    """Return the least time of one microbatch on a stage."""
+    backward = min(way.full_backward_ns, way.backward_input_ns + way.backward_weight_ns)
+    return way.forward_ns + backward
+
+
+class _Ranking:
+    """Assignments, weighed by their bounds, a millisecond each; the most promising by a quick plan each.
+
+    Both are counted, so that the same problem and limit give the same order of assignments.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        quick: Callable[[Problem], int | None],
+        relay: RankingClock,
+        fusing: bool,
+    ) -> None:
+        self.problem, self.quick, self.relay, self.fusing = problem, quick, relay, fusing
+        stages = problem.num_stages
+        actions = 3 * stages * problem.num_microbatches
+        self.bounds_left = max(_LEAST_TRIES, int(relay.limit * _BOUND_STAGES / stages))
+        self.plans_left = max(_LEAST_TRIES, int(relay.limit * _PLAN_ACTIONS / actions))
+        self.bounds: dict[Assignment, int | None] = {}
+        self.values: dict[Assignment, int] = {}
+
+    @property
+    def best(self) -> int | None:
+        """The least value of a quick plan."""
+        return min(self.values.values(), default=None)
+
+    def over(self) -> bool:
+        """Return whether the time for ranking is over, whatever is left to try."""
+        return self.relay.seconds_left() < (1 - RANK_SHARE) * self.relay.limit
+
+    def weigh(self, assignments: Iterable[Assignment]) -> None:
+        """Bound assignments, as many as may be; those that no order fits get none."""
+        for assignment in assignments:
+            if assignment in self.bounds or self.bounds_left <= 0 or self.over():
+                continue
+            self.bounds_left -= 1
+            problem = fixed(self.problem, assignment)
+            try:
+                check_caps(problem, fusing=self.fusing)
+            except InfeasibleError:
+                self.bounds[assignment] = None
+            else:
+                self.bounds[assignment] = bound_of(problem).value_ns
+
+    def promising(self) -> list[Assignment]:
+        """Return the assignments that fit, those of the least bound first, then those of the least work."""
+        stages = self.problem.profile.stages
+
+        def key(assignment: Assignment) -> tuple[int, int, Assignment]:
+            work = sum(_work_ns(_ways(s)[k]) for s, k in zip(stages, assignment, strict=True))
+            return self.bounds[assignment] or 0, work, assignment
+
+        return sorted((a for a, bound in self.bounds.items() if bound is not None), key=key)
+
+    def climb(self) -> None:
+        """Weigh what lies around the most promising assignments."""
+        around: set[Assignment] = set()
+        while self.bounds_left > 0 and not self.over():
+            here = next((a for a in self.promising()[:_WIDTH] if a not in around), None)
+            if here is None:
+                return
+            around.add(here)
+            self.weigh(self._around(here))
+
+    def plan(self, assignments: Iterable[Assignment], most: int) -> bool:
+        """Plan quickly, at most so many, what may be better than the best; return whether one is."""
+        before = self.best
+        for assignment in assignments:
+            bound = self.bounds.get(assignment)
+            if assignment in self.values or bound is None or (self.best is not None and bound >= self.best):
+                continue
+            if most <= 0 or self.plans_left <= 0 or self.over():
+                break
+            most, self.plans_left = most - 1, self.plans_left - 1
+            value = self.quick(fixed(self.problem, assignment))
+            if value is not None:
+                self.values[assignment] = value
+                self.relay(Progress(value, 0, 0.0, "variants"))
+        return self.best is not None and (before is None or self.best < before)
+
+    def improve(self) -> None:
+        """Change the level of one stage, or swap those of two ranks, until nothing is better."""
+        better = True
+        while better and self.values:
+            here = min(self.values, key=lambda a: (self.values[a], a))
+            near = set(self._around(here))
+            self.bounds_left += len(near)
+            self.weigh(sorted(near))
+            better = self.plan((a for a in self.promising() if a in near), len(near))
+
+    def _around(self, here: Assignment) -> Iterator[Assignment]:
+        stages, rank_of = self.problem.profile.stages, self.problem.placement.rank_of
+        for s, stage in enumerate(stages):
+            for level in range(len(stage.variants) + 1):
+                yield (*here[:s], level, *here[s + 1 :])
+        for a, b in itertools.combinations(range(len(here)), 2):
+            legal = here[b] <= len(stages[a].variants) and here[a] <= len(stages[b].variants)
+            if legal and here[a] != here[b] and rank_of[a] != rank_of[b]:
+                levels = list(here)
+                levels[a], levels[b] = here[b], here[a]
+                yield tuple(levels)
+
+    def finalists(self) -> list[Assignment]:
+        """Return the best few, best first, none more than a fiftieth behind; then the best single level.
+
+        A single level everywhere is what a user would choose by hand: it is planned in full, so that no such
+        choice is better.
+        """
+        known = sorted((v, a) for a, v in self.values.items())
+        found = [assignment for value, assignment in known[:_FINALISTS] if value <= 1.02 * known[0][0]]
+        single = set(_single_levels(self.problem))
+        return [*found, *[a for _, a in known if a in single and a not in found][:1]]
+
+
+def rank(
+    problem: Problem,
+    quick: Callable[[Problem], int | None],
+    bound: Bound,
+    relay: RankingClock,
+    fusing: bool,
+) -> list[Assignment]:
+    """Return the best few assignments by bounds and quick plans."""
+    ranking = _Ranking(problem, quick, relay, fusing)
+    none = (0,) * problem.num_stages
+    try:
+        ranking.weigh([none])
+        ranking.plan([none], 1)
+        if ranking.best is not None and ranking.best <= bound.value_ns:
+            return [none]
+        ranking.weigh(candidates(problem))
+        ranking.plan(_single_levels(problem), _LEAST_TRIES)
+        ranking.plan(ranking.promising(), ranking.plans_left // 4)
+        ranking.climb()
+        ranking.plan(ranking.promising(), ranking.plans_left // 2)
+        ranking.improve()
+    except KeyboardInterrupt:
+        relay(Progress(None, 0, 0.0, "interrupted", PlanState.INTERRUPTED))
+    if not ranking.values:
+        leanest = _leanest(problem.profile, fusing)
+        check_caps(fixed(problem, leanest), fusing=fusing)
+        return [leanest]
+    return ranking.finalists()
+
+
+def _leanest(profile: Profile, fusing: bool) -> Assignment:
+    """Return per stage the variant whose microbatch needs the fewest bytes by itself."""
+
+    result = []
+    for stage in profile.stages:
+        ways = [uses_of(way) for way in (stage, *stage.variants)]
+        held = [(way.alone(fusing=fusing), way.alone(fusing=True)) for way in ways]
+        result.append(held.index(min(held)))
+    return tuple(result)
