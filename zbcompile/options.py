@@ -175,6 +175,12 @@ class CompileOptions:
                 needed=count,
                 given=len(self.microbatch_costs),
             )
+        if self.microbatch_costs and self.plans_cuts:
+            raise UsageError(
+                "cuts are planned for microbatches that are alike",
+                where="microbatch_costs",
+                fix='leave them out, or give cuts="balance"',
+            )
         if self.schedule is not None:
             self._check_beside_schedule(self.schedule)
 

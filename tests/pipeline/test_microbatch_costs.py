@@ -120,3 +120,8 @@ def test_a_measured_step_is_planned_anew_with_the_factors() -> None:
     pipeline.replan(threshold=0.0, time_limit=0.3)
     assert len(pipeline._compiled.plan.problem.microbatch_costs) == 6
     pipeline.step(x, target=y)
+
+
+def test_cuts_that_are_planned_are_refused_beside_costs() -> None:
+    with pytest.raises(UsageError, match="cuts are planned for microbatches that are alike"):
+        compiled(model_of(), cuts="plan", profile=None)

@@ -25,6 +25,12 @@ def load_cut_problems(arguments: argparse.Namespace) -> list[CutProblem]:
         The file is broken, or the options do not fit it.
     """
     file = load_profile(arguments.profile)
+    if arguments.microbatch_costs is not None or file.microbatch_costs:
+        raise UsageError(
+            "cuts are chosen for microbatches that are alike",
+            where="--microbatch-costs" if arguments.microbatch_costs else where_of(arguments.profile),
+            fix="leave the costs of microbatches out, or --stages",
+        )
     placements = _placements(arguments)
     ranks = placements[0].num_ranks
     if file.placement is not None and arguments.placement is None and arguments.ranks is None:
