@@ -35,6 +35,10 @@ Form = Literal["", "alias", "copy", "power", "view", "expand", "swap", "permute"
 ``pad``, which puts zeros around a slice."""
 
 
+_OVERLOAD = type(torch.ops.aten.add.Tensor)
+"""What graphs call: one signature of an operator."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpFacts:
     """What the compiler knows of an operator.
@@ -138,7 +142,7 @@ class OpFacts:
 
 def namespace(target: object) -> str:
     """Return the library of an operator: aten, prims, zbcompile, or another; empty for other functions."""
-    return target.namespace if isinstance(target, torch._ops.OpOverload) else ""
+    return target.namespace if isinstance(target, _OVERLOAD) else ""
 
 
 def aten_name(target: object) -> str:

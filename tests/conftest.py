@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
-from tests.support.places import DATA, GOLDEN
+from tests.support.places import DATA, GOLDEN, ROOT
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+_COMPILING = pytest.StashKey["subprocess.Popen[bytes]"]()
 WAITING = (
     "tests/runtime/",
     "tests/pipeline/test_failures_processes.py",
@@ -27,6 +30,21 @@ settings.load_profile("zbcompile")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite the golden files")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where several processes will test, have the planner's kernels compiled beside them, once for all."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        command = [sys.executable, "-c", "from tests.support.planner_cases import compile_kernels as c; c()"]
+        config.stash[_COMPILING] = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End what `pytest_configure` began."""
+    compiling = config.stash.get(_COMPILING, None)
+    if compiling is not None:
+        compiling.kill()
+        compiling.wait()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

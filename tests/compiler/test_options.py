@@ -15,6 +15,7 @@ from zbcompile.options import CompileOptions
 from zbcompile.planner.plan import plan
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement, Schedule
+from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import Problem
 
 
@@ -114,6 +115,7 @@ def test_all_options_but_the_named_ones_are_agreed_on() -> None:
         "gradient_dtype": torch.float32,
         "accumulate": "memory",
         "kept_gradients": True,
+        "microbatch_costs": (MicrobatchCost((2_000_000,), (1_000_000,)),) * 4,
         "skip": ("simplify",),
         "cuts": "plan",
         "rank_speeds": (1_000_000, 500_000),

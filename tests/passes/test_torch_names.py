@@ -21,7 +21,8 @@ from zbcompile.passes.torch_patches import PATCHES, Answers, Patch, applied, pat
 ROOT = Path(zbcompile.__file__).parent
 FILES = ("torch_private.py", "torch_patches.py")
 OTHERS = {"_exit", "_getframe", "_typeshed", "_fields", "_experts_implementation"}
-"""Names of Python's own modules, and one of transformers."""
+OTHERS |= {"_actions", "_choices_actions", "_option_string_actions", "_SubParsersAction"}
+"""Names of Python's own modules (the second line: of argparse), and one of transformers."""
 TABLES = {name for name in vars(nn.Module()) if name.startswith("_")}
 """Private names of a module: foreign also where a class of the package has such a name, but for its own."""
 

@@ -14,6 +14,7 @@ from zbcompile.planner.core.score import value_of
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.core.times import Clock
 from zbcompile.planner.exact.model import solve_exact
+from zbcompile.planner.plan import plan
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Placement
 from zbcompile.schedule.least_memory import least_headroom
@@ -128,6 +129,11 @@ def exact_value(problem: Problem) -> int:
 def v_problem(p: int, m: int, cap: int, latency: int = 754) -> Problem:
     """Two equal stages per rank in a V."""
     return Problem.of(Profile.uniform(V_STAGE, 2 * p, latency), Placement.v(p), m, cap, "span")
+
+
+def compile_kernels() -> None:
+    """Plan what needs most of the search's kernels, so that numba's cache has them."""
+    plan(v_problem(3, 9, 3 * 34), level=1, time_limit_s=100)
 
 
 def peer_problem(p: int, m: int, name: str, objective: str) -> tuple[Problem, int]:
