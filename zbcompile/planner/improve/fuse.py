@@ -211,7 +211,7 @@ class _Search:
     def keyed_orders(self) -> Iterator[Order]:
         """Several stages per rank: try orders from offset keys, as they are and all fused."""
         run, rng = self.run, random.Random(self.run.seed)
-        keyed = offset_key_orders(self.instance, run.scorer, rng, run.over, blocks=20, dispatches=40)
+        keyed = offset_key_orders(self.instance, run.scorer, rng, lambda: self.over, blocks=20, dispatches=40)
         for _, _, codes in keyed:
             for order in (codes, shaped(codes, Fusing.ALWAYS)):
                 if self.over:
