@@ -18,6 +18,7 @@ from zbcompile.planner.core.times import Clock
 from zbcompile.planner.exact.message_model import add_messages, can_model
 from zbcompile.planner.exact.model import ExactResult, refute, solve_exact
 from zbcompile.planner.exact.order_model import OrderModel
+from zbcompile.planner.exact.solver import run
 from zbcompile.planner.exact.ticks import Ticks
 from zbcompile.planner.plan import plan
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
@@ -80,7 +81,7 @@ def value_of_fixed(problem: Problem, codes: Codes, *, early: bool) -> int | None
         orders.end_early()
     solver = cp_model.CpSolver()
     solver.parameters.num_workers, solver.parameters.linearization_level = 1, 2
-    status = solver.solve(orders.model)
+    status = run(solver, orders.model)
     if status == cp_model.INFEASIBLE:
         return None
     assert status == cp_model.OPTIMAL
