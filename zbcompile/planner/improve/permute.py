@@ -25,17 +25,23 @@ def _bits(state: Vector) -> int:
 
 
 @jit
-def _turn(order: Vector, a: int, b: int, shift: bool) -> None:
-    """Swap places a and b of the permutation, or take what is at a to b."""
-    if not shift:
-        order[a], order[b] = order[b], order[a]
-        return
-    moved = order[a]
+def _take(row: Vector, a: int, b: int) -> None:
+    """Take what is at place a of a row to place b."""
+    moved = row[a]
     step = 1 if b > a else -1
     while a != b:
-        order[a] = order[a + step]
+        row[a] = row[a + step]
         a += step
-    order[b] = moved
+    row[b] = moved
+
+
+@jit
+def _turn(order: Vector, a: int, b: int, shift: bool) -> None:
+    """Swap places a and b of the permutation, or take what is at a to b."""
+    if shift:
+        _take(order, a, b)
+    else:
+        order[a], order[b] = order[b], order[a]
 
 
 @jit
@@ -113,17 +119,6 @@ def permute(
             for k in range(m):
                 best[k] = t.order[k]
     return last
-
-
-@jit
-def _take(line: Vector, a: int, b: int) -> None:
-    """Take the action at place a of the line to place b."""
-    code = line[a]
-    step = 1 if b > a else -1
-    while a != b:
-        line[a] = line[a + step]
-        a += step
-    line[b] = code
 
 
 @jit
