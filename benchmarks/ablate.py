@@ -1,4 +1,4 @@
-"""What each part of the planner is worth: forty problems, planned with all parts, then without one of them.
+"""What each part of the planner is worth: problems planned with all parts, then without one of them.
 
     python benchmarks/planner.py ablate [--rows WORD ...] [--parts NAME ...] [--seeds N] [--resume FILE]
 
@@ -31,6 +31,7 @@ from benchmarks.ablation_rows import ROWS, Row
 from zbcompile.errors import NoOrderError
 from zbcompile.planner.plan import PartRun, plan
 from zbcompile.planner.portfolio import NAMES
+from zbcompile.planner.unequal import PERMUTE
 
 __all__ = ["Plan", "inert", "main", "planned", "table"]
 
@@ -42,6 +43,9 @@ SOLVER_S = {
     "exact": 10.0,
 }
 """Seconds that the parts with a solver get at most."""
+
+PARTS = (*NAMES, PERMUTE)
+"""What is left out, one after the other."""
 
 Key = tuple[str, int, str]
 """Row, seed, and the part that was left out (none: empty)."""
@@ -137,6 +141,8 @@ def planned(row: Row, seed: int, without: str = "") -> Plan:
     seconds, spent = time.monotonic() - began, defaultdict(float)
     for part in trace:
         spent[part.name] += part.cpu_s
+    if row.problem.microbatch_costs and without != PERMUTE:
+        spent[PERMUTE] += 0.0  # it is no part of the portfolio, and is not traced
     raised = [part.name for part in trace if "bound" in part.changed and not part.depth]
     return Plan(
         row.name,
@@ -212,7 +218,7 @@ def run(
     return {key: made for key, made in known.items() if key[0] in names and key[1] < seeds}
 
 
-def table(plans: dict[Key, Plan], parts: Sequence[str] = NAMES) -> Iterator[str]:
+def table(plans: dict[Key, Plan], parts: Sequence[str] = PARTS) -> Iterator[str]:
     """Yield the table in Markdown, and what is to be known about it."""
     whole = [made for made in plans.values() if not made.without]
     yield "| part | ran | changed | won | worse | better | mean loss | worst loss | mean gap | cpu s |"
@@ -258,7 +264,7 @@ def main(words: Sequence[str]) -> None:
         "planner.py ablate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", nargs="*", default=[""], help="words of row names (all)")
-    parser.add_argument("--parts", nargs="*", choices=NAMES, default=NAMES, metavar="NAME", help="(all)")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, metavar="NAME", help="(all)")
     parser.add_argument("--seeds", type=int, default=3, help="(3)")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="log to append to")
     parser.add_argument("--processes", type=int, default=2, help="plans side by side (2)")
