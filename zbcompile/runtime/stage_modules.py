@@ -149,10 +149,9 @@ class Stage(nn.Module):
 
         Returns
         -------
-        outputs : tuple of Tensor
-            One per port of `outputs`. Buffers that the model changes are changed.
-        saved : SavedForBackward
-            What `run_backward_input` or `run_full_backward` takes.
+        tuple
+            The outputs, one tensor per port of `outputs`; and what `run_backward_input` or
+            `run_full_backward` takes. Buffers that the model changes are changed.
 
         Raises
         ------
@@ -181,10 +180,9 @@ class Stage(nn.Module):
 
         Returns
         -------
-        input_grads : tuple of Tensor or None
-            One per port of `inputs`; None where the port has no gradient.
-        saved : SavedForBackward
-            What `run_backward_weight` takes.
+        tuple
+            The gradients, one per port of `inputs`, None where the port has none; and what
+            `run_backward_weight` takes.
 
         Raises
         ------
