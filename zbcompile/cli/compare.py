@@ -6,6 +6,7 @@ import argparse
 
 from zbcompile.cli.inputs import load_problem
 from zbcompile.cli.shared_options import add_problem_options, add_search_options
+from zbcompile.cli.short_form import add_cost_options
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.streams import check_output, write_output
 
@@ -17,6 +18,7 @@ _LEAST_COLUMNS = 100
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add_problem_options(parser)
+    add_cost_options(parser)
     add_search_options(parser, 2.0, "seconds for every row (2)")
     parser.add_argument("--json", action="store_true", help="the table as JSON")
 
