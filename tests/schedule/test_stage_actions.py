@@ -146,7 +146,6 @@ def test_programs_call_a_verb_per_action() -> None:
     comm = lower_order(order, CHAIN, sharded_stages=[3], reduced_stages=[0])
     text = emit(comm.schedule, CHAIN, None, comm.send_slots)[0]
     lines = [line.strip() for line in text.splitlines()]
-    assert lines[lines.index("def program(rank):") + 1 :][:2] != []
     calls = [line for line in lines if line.endswith(("unshard(3)", "reshard(3)", "reduce_grad(0)"))]
     assert calls == ["rank.unshard(3)", "rank.reshard(3)", "rank.reduce_grad(0)"]
 

@@ -23,10 +23,10 @@ def dumps(timeline: Timeline) -> str:
     """Return the text of a planned timeline as a trace.
 
     Each rank is a process with a lane for compute, one for sends, one for receives, and a counter of bytes
-    held, and where there are actions of stages as a whole a lane for these. The optimizer's step is an event of
-    the compute lane. An arrow leads from every send to its receive; where the order has none, from the action that makes
-    the message to the one that uses it. Times are in microseconds, as the format wants; memory is that of
-    `zbcompile.schedule.simulate`.
+    held, and where there are actions of stages as a whole a lane for these. The optimizer's step is an event
+    of the compute lane. An arrow leads from every send to its receive; where the order has none, from the
+    action that makes the message to the one that uses it. Times are in microseconds, as the format wants;
+    memory is that of `zbcompile.schedule.simulate`.
     """
     events: list[object] = []
     spans: _Spans = {}

@@ -5,8 +5,8 @@ ours: its ``I`` is our B (gradient of the inputs), its ``B`` our BW (full backwa
 neighbouring stages: ``2SEND_F0`` to stage 3, ``2RECV_F0`` from stage 1, ``2SEND_B0`` to stage 1, ``2RECV_B0``
 from stage 3.
 
-``2UNSHARD``, ``2RESHARD`` and ``2REDUCE_GRAD`` belong to a stage and to no microbatch. torch may gather a stage
-several times in a step; of such a stage the first UNSHARD and the last RESHARD are kept.
+``2UNSHARD``, ``2RESHARD`` and ``2REDUCE_GRAD`` belong to a stage and to no microbatch. torch may gather a
+stage several times in a step; of such a stage the first UNSHARD and the last RESHARD are kept.
 """
 
 from __future__ import annotations

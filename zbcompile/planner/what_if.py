@@ -210,7 +210,8 @@ def activation_worth(problem: Problem) -> Worth | None:
     Notes
     -----
     For equal stages in a V with room for N activations of a stage on every rank, times f, b, w of a stage and
-    lag c, the idle time of rank 0 is at least 3(p-1)(f+b+2c) + 2(f+b) - N(f+b+w) + w (docs/planner.md).
+    lag c, the idle time of rank 0 is at least 3(p-1)(f+b+2c) + 2(f+b) - N(f+b+w) + w
+    (docs/planner/proofs.md).
     """
     if None in problem.caps or problem.profile.offers_variants:
         return None

@@ -61,7 +61,8 @@ def faults(schedule: Schedule, problem: Problem) -> list[CheckError]:
     Notes
     -----
     The tests, in this order: shape (placement, rows), completeness, order on each rank, actions of stages as
-    a whole, order of messages, deadlock, memory. A test makes sense only where the ones before it found nothing.
+    a whole, order of messages, deadlock, memory. A test makes sense only where the ones before it found
+    nothing.
     """
     return judge(schedule, problem)[0]
 

@@ -50,8 +50,8 @@ def critical_path(graph: EventGraph, timeline: Timeline) -> list[tuple[int, int]
     """Return (rank, position) of the compute actions in the chain of waits to the end that decides the step.
 
     That is the end of the rank with the longest span, or under makespan the last end. Between two
-    actions of the chain lie only the travel of a message, the wait for a send and what a gather or a reduction
-    takes. Nothing but a shorter chain makes that rank end earlier.
+    actions of the chain lie only the travel of a message, the wait for a send and what a gather or a
+    reduction takes. Nothing but a shorter chain makes that rank end earlier.
 
     Parameters
     ----------

@@ -2,9 +2,9 @@
 
 Nodes are the actions of every rank, in order, one transfer per message, and one per action of a stage as a
 whole: its time on the rank's channel for these (`zbcompile.schedule.stage_actions`). An edge a -> b with
-weight w says: b starts at least w ns after a started. A message's transfer starts when both its send and its receive
-are posted and the message before it on the channel has left. A channel is a directed pair of ranks, first in,
-first out.
+weight w says: b starts at least w ns after a started. A message's transfer starts when both its send and its
+receive are posted and the message before it on the channel has left. A channel is a directed pair of ranks,
+first in, first out.
 
 A rank posts its sends and receives and goes on. Before which actions it then waits for which of them, the
 problem's send mode says (`zbcompile.schedule.semantics`). With S send slots, posting the k-th send of a
