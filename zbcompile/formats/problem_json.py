@@ -109,11 +109,20 @@ _WAY = (
         brief=True,
     ),
 )
+_ONCE_A_STEP = tuple(
+    Field(name, AMOUNT, text, default=0, brief=True)
+    for name, text in (
+        ("unshard_ns", "once a step: time to gather the stage's parameters"),
+        ("reduce_ns", "once a step: time to reduce the stage's gradients over its replicas"),
+        ("update_ns", "once a step: time of the optimizer's step for the stage"),
+    )
+)
 VARIANT = Record(StageCost, _WAY, "another way to run the stage, for instance with recompute", name="variant")
 STAGE = Record(
     StageCost,
     (
         *_WAY,
+        *_ONCE_A_STEP,
         Field(
             "variants",
             ListOf(VARIANT, most=_MAX_VARIANTS),
