@@ -110,7 +110,7 @@ _WAY = (
     ),
 )
 _ONCE_A_STEP = tuple(
-    Field(name, AMOUNT, text, default=0, brief=True)
+    Field(name, TIME, text, default=0, brief=True)
     for name, text in (
         ("unshard_ns", "once a step: time to gather the stage's parameters"),
         ("reduce_ns", "once a step: time to reduce the stage's gradients over its replicas"),
