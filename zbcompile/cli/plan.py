@@ -19,7 +19,7 @@ from zbcompile.formats.streams import rewrite_line, say
 from zbcompile.schedule.solution import Solution
 from zbcompile.schedule.speeds import on_ranks
 from zbcompile.show.head import split_words
-from zbcompile.show.summary import cuts_line, gradients_line, headline, origin_words, proof_line, summarize
+from zbcompile.show.summary import cuts_line, gradients_line, origin_words, proof_line, summarize
 from zbcompile.show.units import time_unit
 
 if TYPE_CHECKING:
@@ -106,9 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     arguments.output.write(schedule_json.dumps(plan.solution))
     if not arguments.quiet:
+        from zbcompile.planner.rivals import rivals
+        from zbcompile.show.gain import gain_line
+
         summary = summarize(schedule_json.ScheduleFile.of(plan.solution), plan.timeline)
         for line in (
-            headline(summary),
+            gain_line(summary, rivals(plan.solution.problem)),
             proof_line(summary),
             cuts_line(summary),
             origin_words(summary),
