@@ -23,6 +23,7 @@ __all__ = [
     "EACH",
     "MAX_COLUMNS",
     "Parser",
+    "add_jitter",
     "add_output",
     "add_profile",
     "add_problem_options",
@@ -100,6 +101,17 @@ def add_search_options(parser: argparse.ArgumentParser, time_limit_s: float, tim
     """Add the time limit of a search and its seed."""
     parser.add_argument("--time-limit", type=seconds, default=time_limit_s, metavar="S", help=time_limit_help)
     parser.add_argument("--seed", type=seed, default=0, help="same seed, same bytes (0)")
+
+
+def add_jitter(parser: argparse.ArgumentParser) -> None:
+    """Add ``--jitter``, which `zbcompile.cli.inputs.parse_jitter` reads."""
+    parser.add_argument(
+        "--jitter",
+        type=words,
+        metavar="T",
+        help="what is left of the gain over 1F1B when every message is late by chance: 5ms or exponential:5ms "
+        "on the mean, uniform:5ms from 0 to twice that",
+    )
 
 
 def add_schedule_input(parser: argparse.ArgumentParser) -> None:

@@ -407,9 +407,14 @@ class EventGraph:
         self._sorted, self._start = order, start
         return order
 
+    def sorted_nodes(self) -> list[int] | None:
+        """Return the nodes in topological order, or None when the graph has a cycle."""
+        order = self._order()
+        return order if len(order) == len(self.duration) else None
+
     def earliest(self) -> list[int] | None:
         """Return the earliest start of every node in ns, or None when the graph has a cycle."""
-        return self._start if len(self._order()) == len(self.duration) else None
+        return None if self.sorted_nodes() is None else self._start
 
     def ending(self, rank: int) -> list[int]:
         """Return the nodes that a rank ends no sooner than: its last compute action, and its channel's."""
