@@ -8,7 +8,7 @@ Contract in: a legal compute order. Contract out: the compute actions of each ra
 event graph with that many receives posted ahead and that many send slots has no cycle, so that no timing can
 make it hang. Of all such pairs that are tried it is the smallest that costs no time against unbounded
 buffers. Both numbers bound the memory that messages hold. Rules and proof:
-`zbcompile.schedule.communication`, docs/runtime.md. No torch is loaded.
+`zbcompile.schedule.communication`, docs/reference/send-modes.md. No torch is loaded.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 __all__ = [
+    "EACH",
     "MAX_COLUMNS",
     "Parser",
     "add_output",
@@ -34,6 +35,9 @@ __all__ = [
     "seed",
     "words",
 ]
+
+EACH = "each"
+"""All send modes, one after the other."""
 
 MAX_COLUMNS = 2000
 """Widest picture. Four lanes of 64 ranks at this width take some seconds."""
@@ -53,8 +57,14 @@ _PLACEMENT_HELP = (
 )
 
 
-def add_problem_options(parser: argparse.ArgumentParser) -> None:
-    """Add the profile and the options of its problem; `zbcompile.cli.inputs.load_problem` reads them."""
+def add_problem_options(parser: argparse.ArgumentParser, *, each_transport: bool = False) -> None:
+    """Add the profile and the options of its problem; `zbcompile.cli.inputs.load_problem` reads them.
+
+    Parameters
+    ----------
+    each_transport
+        Whether ``--transport`` also takes `EACH`, which the command resolves itself.
+    """
     parser.add_argument("profile", type=words, help="profile JSON, - for standard input")
     parser.add_argument("--cap", type=words, metavar="BYTES", help=_CAP_HELP)
     parser.add_argument("--placement", type=words, help=_PLACEMENT_HELP)
@@ -69,7 +79,8 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
         help="times of every microbatch as a factor of the profile's: 1,1.3,.8x2,... (after the x: of bytes)",
     )
     parser.add_argument("--objective", choices=OBJECTIVES, help="what to make short (span)")
-    parser.add_argument("--transport", choices=TRANSPORTS, help="how sends behave (async)")
+    modes = (*TRANSPORTS, EACH) if each_transport else TRANSPORTS
+    parser.add_argument("--transport", choices=modes, help="how sends behave (async)")
     parser.add_argument("--accumulate", choices=ACCUMULATE, help=_ACCUMULATE_HELP + " (order)")
     parser.add_argument("--kept-gradients", action=argparse.BooleanOptionalAction, help=_KEPT_HELP + " (no)")
 

@@ -23,7 +23,10 @@ from zbcompile.schedule.ir import Kind
 __all__ = ["ASYNC", "BATCHED", "RECEIVE_DEPTH", "RENDEZVOUS", "SEND_MODES", "SendMode", "send_mode"]
 
 RECEIVE_DEPTH = 2
-"""Receives posted ahead per channel. Two cost no time against unbounded buffers (docs/runtime.md)."""
+"""Receives posted ahead per channel. Two cost no time against unbounded buffers.
+
+See docs/reference/send-modes.md.
+"""
 
 _ALL = frozenset(Kind)
 _COMPUTE = frozenset(kind for kind in Kind if kind.is_compute)
