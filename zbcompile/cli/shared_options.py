@@ -24,6 +24,7 @@ __all__ = [
     "MAX_COLUMNS",
     "Parser",
     "add_output",
+    "add_profile",
     "add_problem_options",
     "add_schedule_input",
     "add_search_options",
@@ -65,7 +66,7 @@ def add_problem_options(parser: argparse.ArgumentParser, *, each_transport: bool
     each_transport
         Whether ``--transport`` also takes `EACH`, which the command resolves itself.
     """
-    parser.add_argument("profile", type=words, help="profile JSON, - for standard input")
+    add_profile(parser)
     parser.add_argument("--cap", type=words, metavar="BYTES", help=_CAP_HELP)
     parser.add_argument("--placement", type=words, help=_PLACEMENT_HELP)
     parser.add_argument("--ranks", type=positive, metavar="P", help="ranks that share the stages (one each)")
@@ -83,6 +84,16 @@ def add_problem_options(parser: argparse.ArgumentParser, *, each_transport: bool
     parser.add_argument("--transport", choices=modes, help="how sends behave (async)")
     parser.add_argument("--accumulate", choices=ACCUMULATE, help=_ACCUMULATE_HELP + " (order)")
     parser.add_argument("--kept-gradients", action=argparse.BooleanOptionalAction, help=_KEPT_HELP + " (no)")
+
+
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    """Add the profile; without one, costs are given by the options of `zbcompile.cli.short_form`."""
+    parser.add_argument(
+        "profile",
+        type=words,
+        nargs="?",
+        help="profile, JSON or TOML, - for standard input; or give costs: --ranks 8 --f 18.5ms ...",
+    )
 
 
 def add_search_options(parser: argparse.ArgumentParser, time_limit_s: float, time_limit_help: str) -> None:
