@@ -108,7 +108,7 @@ def _refuse_unused(arguments: argparse.Namespace) -> None:
 
 
 def _jitter(arguments: argparse.Namespace, file: ScheduleFile, jitter: Jitter) -> int:
-    """Say what is left of the gain over 1F1B when messages come late."""
+    """Say what is left of the gain over 1F1B under random latency."""
     from zbcompile.show.jitter import jitter_json, jitter_lines, jittered
 
     if file.problem is None:

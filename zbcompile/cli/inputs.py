@@ -162,7 +162,7 @@ def parse_time(text: str, whole_ns: int) -> int:
 
 
 def parse_jitter(text: str) -> Jitter:
-    """Read how late messages are: ``5ms`` or ``exponential:5ms`` on the mean, or ``uniform:5ms``.
+    """Read what latencies are drawn from: ``5ms`` or ``exponential:5ms`` on the mean, or ``uniform:5ms``.
 
     Raises
     ------

@@ -109,8 +109,8 @@ def add_jitter(parser: argparse.ArgumentParser) -> None:
         "--jitter",
         type=words,
         metavar="T",
-        help="what is left of the gain over 1F1B when every message is late by chance: 5ms or exponential:5ms "
-        "on the mean, uniform:5ms from 0 to twice that",
+        help="what is left of the gain over 1F1B under random latency, in place of the profile's: "
+        "5ms on the mean (exponential:5ms), or uniform:5ms",
     )
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
@@ -407,14 +408,30 @@ class EventGraph:
         self._sorted, self._start = order, start
         return order
 
-    def sorted_nodes(self) -> list[int] | None:
-        """Return the nodes in topological order, or None when the graph has a cycle."""
-        order = self._order()
-        return order if len(order) == len(self.duration) else None
+    def reweighted(self, successors: Mapping[int, list[tuple[int, int]]]) -> EventGraph:
+        """Return this graph with other weights of the same edges, for which its order is not sought again.
+
+        Parameters
+        ----------
+        successors
+            The new edges of some nodes. The graph has no cycle.
+        """
+        other = copy(self)
+        other.successors = list(self.successors)
+        for node, edges in successors.items():
+            other.successors[node] = edges
+        start = [0] * len(self.duration)
+        for node in self._order():
+            begin = start[node]
+            for after, weight in other.successors[node]:
+                if begin + weight > start[after]:
+                    start[after] = begin + weight
+        other._start = start
+        return other
 
     def earliest(self) -> list[int] | None:
         """Return the earliest start of every node in ns, or None when the graph has a cycle."""
-        return None if self.sorted_nodes() is None else self._start
+        return self._start if len(self._order()) == len(self.duration) else None
 
     def ending(self, rank: int) -> list[int]:
         """Return the nodes that a rank ends no sooner than: its last compute action, and its channel's."""

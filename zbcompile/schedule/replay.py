@@ -1,13 +1,13 @@
-"""The same order again and again, with messages that come late by chance.
+"""The same order again and again, with messages whose latency is drawn.
 
 A rank keeps its order whatever comes late, so that a late message holds up all that stands behind it. Every
-message is late for itself; one may overtake another.
+message has a latency of its own; one may overtake another.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from zbcompile.errors import CheckError, UsageError
@@ -18,8 +18,6 @@ from zbcompile.schedule.messages import Message, messages_of
 from zbcompile.schedule.problem import Problem
 
 __all__ = ["JITTERS", "Jitter", "Replay"]
-
-_FAR = 1 << 100
 
 
 def _exponential(rng: random.Random, mean_ns: int) -> float:
@@ -34,12 +32,12 @@ JITTERS: Mapping[str, Callable[[random.Random, int], float]] = {
     "exponential": _exponential,
     "uniform": _uniform,
 }
-"""How late a message is: draws from a distribution by its mean in ns. Uniform is from 0 to twice the mean."""
+"""Draws of a latency by its mean in ns. Uniform is from 0 to twice the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Jitter:
-    """How late messages are.
+    """What the latency of messages is drawn from, in place of that of the profile's links.
 
     Attributes
     ----------
@@ -56,20 +54,27 @@ class Jitter:
         if self.kind not in JITTERS:
             raise UsageError(f"unknown jitter {self.kind[:40]!r}", needed=" or ".join(JITTERS))
         if self.mean_ns < 1:
-            raise UsageError("a jitter is late by some time on the mean", needed="at least 1 ns")
+            raise UsageError("the mean latency is too small", needed="at least 1 ns")
 
     def draws(self, problem: Problem, count: int, seed: int) -> list[dict[Message, int]]:
-        """Return, for each of some steps, by how many ns every message of a problem is late.
+        """Return, for each of some steps, by how many ns every message comes later than the links say.
 
-        The same seed gives the same draws; problems with the same messages get the same.
+        The same seed gives the same latencies; problems with the same messages get the same.
         """
         rng, draw = random.Random(seed), JITTERS[self.kind]
-        messages = [message for _, message in messages_of(problem)]
-        return [{message: int(draw(rng, self.mean_ns)) for message in messages} for _ in range(count)]
+        rank_of, link = problem.placement.rank_of, problem.profile.link_between
+        usual = {
+            message: link(rank_of[message.source], rank_of[message.target]).latency_ns
+            for _, message in messages_of(problem)
+        }
+        return [
+            {message: int(draw(rng, self.mean_ns)) - latency for message, latency in usual.items()}
+            for _ in range(count)
+        ]
 
 
 class Replay:
-    """An order that is timed with late messages.
+    """An order that is timed with other latencies.
 
     Parameters
     ----------
@@ -78,11 +83,6 @@ class Replay:
     problem
         Costs, links, send mode and objective.
 
-    Attributes
-    ----------
-    size
-        Waits that every timing walks through.
-
     Raises
     ------
     CheckError
@@ -90,14 +90,15 @@ class Replay:
     """
 
     def __init__(self, schedule: Schedule, problem: Problem) -> None:
-        graph = EventGraph(lowered(schedule, problem), problem)
-        order = graph.sorted_nodes()
-        if order is None:
-            raise CheckError("deadlock: " + describe_wait(graph))
-        self.problem, self._order, self._duration = problem, order, graph.duration
-        self._compute = [[node for node in nodes if graph.transfer_of[node] < 0] for nodes in graph.node_of]
-        self._messages, self._waits = _waits(graph)
-        self.size = sum(map(len, self._waits))
+        self.graph = EventGraph(lowered(schedule, problem), problem)
+        if self.graph.earliest() is None:
+            raise CheckError("deadlock: " + describe_wait(self.graph))
+        self._rows = {node: row for node, row in enumerate(_messages(self.graph)) if any(row)}
+
+    @property
+    def size(self) -> int:
+        """Waits that every timing walks through."""
+        return sum(map(len, self.graph.successors))
 
     def value_ns(self, late: Mapping[Message, int] | None = None) -> int:
         """Return the span or makespan, as the problem's objective says.
@@ -105,59 +106,45 @@ class Replay:
         Parameters
         ----------
         late
-            By how many ns each message is late; nothing where left out.
+            By how many ns each message comes later than the links say, sooner where negative; at most by
+            their latency. Left out: as they say.
         """
-        extra = [0] * (len(self._messages) + 1)  # the last is that of waits for no message
+        graph = self.graph
         if late is not None:
-            extra[:-1] = [late.get(message, 0) for message in self._messages]
-        start, waits = [0] * len(self._duration), self._waits
-        for node in self._order:
-            begin = start[node]
-            for after, weight, message in waits[node]:
-                ready = begin + weight + extra[message]
-                if ready > start[after]:
-                    start[after] = ready
-        ends = [start[row[-1]] + self._duration[row[-1]] for row in self._compute if row]
-        if self.problem.objective == "makespan":
+            waits = graph.successors
+            graph = graph.reweighted(
+                {
+                    node: [
+                        (after, weight + (late.get(message, 0) if message else 0))
+                        for (after, weight), message in zip(waits[node], row, strict=True)
+                    ]
+                    for node, row in self._rows.items()
+                }
+            )
+        early = graph.earliest()
+        assert early is not None
+        ends = graph.rank_ends(early)
+        if graph.problem.objective == "makespan":
             return max(ends)
-        firsts = self._latest_first_starts(start, extra)
+        firsts = graph.latest_first_starts(early)
         return max(end - first for end, first in zip(ends, firsts, strict=True))
 
-    def _latest_first_starts(self, start: Sequence[int], extra: Sequence[int]) -> list[int]:
-        """Return per rank that computes the latest start of its first action, with every rank's end kept."""
-        late, waits = [_FAR] * len(start), self._waits
-        for row in self._compute:
-            if row:
-                late[row[-1]] = start[row[-1]]
-        for node in reversed(self._order):
-            best = late[node]
-            for after, weight, message in waits[node]:
-                last = late[after] - weight - extra[message]
-                if last < best:
-                    best = last
-            late[node] = best
-        return [late[row[0]] for row in self._compute if row]
 
-
-def _waits(graph: EventGraph) -> tuple[list[Message], list[list[tuple[int, int, int]]]]:
-    """Return the messages, and per node (node that waits, weight in ns, number of the message or -1)."""
+def _messages(graph: EventGraph) -> Iterator[list[Message | None]]:
+    """Yield per node, for each of its edges, the message that the other end waits for; None for none."""
     actions = len(graph.transfer_of)
-    numbers: dict[Message, int] = {}
-    row_of = [rank for rank, nodes in enumerate(graph.node_of) for _ in nodes]
+    rank_of = [rank for rank, nodes in enumerate(graph.node_of) for _ in nodes]
     action_of = [action for row in graph.schedule.order for action in row]
-    found: list[list[tuple[int, int, int]]] = []
     for node, edges in enumerate(graph.successors):
-        line = []
-        for after, weight in edges:
-            message = None
-            if node >= actions:
-                if after < actions:  # the next transfer of the channel leaves when this one has left
-                    message = Message.of(graph.carried[node - actions])
-            elif after < actions and row_of[node] != row_of[after]:
-                made, used = action_of[node], action_of[after]
-                backward = made.kind is not Kind.FORWARD
-                message = Message(backward, made.stage, used.stage, made.microbatch)
-            number = -1 if message is None else numbers.setdefault(message, len(numbers))
-            line.append((after, weight, number))
-        found.append(line)
-    return list(numbers), found
+        if node >= actions:  # a transfer: the next one of its channel does not wait for its arrival
+            sent = graph.carried[node - actions]
+            message = Message.of(sent) if sent.kind.is_send else None
+            yield [message if after < actions else None for after, _ in edges]
+            continue
+        made = action_of[node]
+        yield [
+            Message(made.kind is not Kind.FORWARD, made.stage, action_of[after].stage, made.microbatch)
+            if after < actions and rank_of[after] != rank_of[node]
+            else None
+            for after, _ in edges
+        ]

@@ -1,4 +1,4 @@
-"""What is left of a plan's gain when messages come late by chance: the plan and 1F1B, replayed."""
+"""What is left of a plan's gain when latencies are random: the plan and 1F1B, replayed."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _LIKELY = (0.1, 0.9)
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """One order, on time and with late messages.
+    """One order, as planned and with latencies that are drawn.
 
     Attributes
     ----------
     name
         What it is called.
-    on_time_ns
-        Its span or makespan, as the problem's objective says, when no message is late.
-    late_ns
+    planned_ns
+        Its span or makespan, as the problem's objective says, with the latencies of the profile.
+    drawn_ns
         The same for every step that was drawn.
     """
 
     name: str
-    on_time_ns: int
-    late_ns: tuple[int, ...]
+    planned_ns: int
+    drawn_ns: tuple[int, ...]
 
     @property
     def mean_ns(self) -> int:
         """The mean over the steps that were drawn."""
-        return sum(self.late_ns) // len(self.late_ns)
+        return sum(self.drawn_ns) // len(self.drawn_ns)
 
     def gain_over(self, other: Replayed) -> tuple[float, float, float, float]:
         """Return how much shorter this is than another order, as shares of the other.
@@ -48,22 +48,22 @@ class Replayed:
         Returns
         -------
         tuple
-            On time; of the means; and what 1 in 10 of the steps stays below, and exceeds.
+            As planned; of the means; and what 1 in 10 of the steps stays below, and exceeds.
         """
-        each = sorted(1 - a / b if b else 0.0 for a, b in zip(self.late_ns, other.late_ns, strict=True))
+        each = sorted(1 - a / b if b else 0.0 for a, b in zip(self.drawn_ns, other.drawn_ns, strict=True))
         low, high = (each[round(share * (len(each) - 1))] for share in _LIKELY)
-        still = 1 - self.on_time_ns / other.on_time_ns if other.on_time_ns else 0.0
-        return still, 1 - sum(self.late_ns) / sum(other.late_ns) if any(other.late_ns) else 0.0, low, high
+        still = 1 - self.planned_ns / other.planned_ns if other.planned_ns else 0.0
+        return still, 1 - sum(self.drawn_ns) / sum(other.drawn_ns) if any(other.drawn_ns) else 0.0, low, high
 
 
 @dataclass(frozen=True, slots=True)
 class Jittered:
-    """A plan and 1F1B with late messages.
+    """A plan and 1F1B with random latencies.
 
     Attributes
     ----------
     jitter, seed
-        How late messages are.
+        What latencies are drawn from.
     objective
         What is timed.
     plan
@@ -84,10 +84,10 @@ class Jittered:
 
 
 def jittered(schedule: Schedule, problem: Problem, baseline: Baseline, jitter: Jitter, seed: int) -> Jittered:
-    """Replay an order and 1F1B with late messages. The same seed gives the same figures.
+    """Replay an order and 1F1B with random latencies. The same seed gives the same figures.
 
-    Where the order has sends and receives, 1F1B gets them by the same rules. Messages that both send are
-    late by the same times. Small steps are drawn 400 times, large ones less often.
+    Where the order has sends and receives, 1F1B gets them by the same rules. Messages that both send have
+    the same latencies. Small steps are drawn 400 times, large ones less often.
 
     Raises
     ------
@@ -112,14 +112,14 @@ def jittered(schedule: Schedule, problem: Problem, baseline: Baseline, jitter: J
 
 def jitter_lines(found: Jittered) -> list[str]:
     """Say what is left of the gain, one line per order."""
-    unit = time_unit(max(found.plan.on_time_ns, found.plan.mean_ns))
-    mean, count = found.jitter.mean_ns, len(found.plan.late_ns)
-    late = f"messages late by {time_unit(mean).text(mean)} on the mean"
-    here = f"{unit.text(found.plan.on_time_ns)} becomes {unit.text(found.plan.mean_ns)}"
-    lines = [f"{late} ({found.jitter.kind}, {count} steps drawn): {found.objective} {here}"]
+    unit = time_unit(max(found.plan.planned_ns, found.plan.mean_ns))
+    mean, count = found.jitter.mean_ns, len(found.plan.drawn_ns)
+    drawn = f"with a latency of {time_unit(mean).text(mean)} on the mean"
+    here = f"{unit.text(found.plan.planned_ns)} becomes {unit.text(found.plan.mean_ns)}"
+    lines = [f"{drawn} ({found.jitter.kind}, {count} steps drawn) {found.objective} {here}"]
     for other in found.others:
         still, left, *likely = map(percent, found.plan.gain_over(other))
-        there = f"{unit.text(other.on_time_ns)} becomes {unit.text(other.mean_ns)}"
+        there = f"{unit.text(other.planned_ns)} becomes {unit.text(other.mean_ns)}"
         spread = f"{' to '.join(likely)} in 8 of 10 steps"
         lines.append(f"gain over {other.name}: {still} becomes {left} ({spread}); {there}")
     if not found.others:
@@ -131,14 +131,14 @@ def jitter_json(found: Jittered) -> dict[str, object]:
     """Return the same as plain values: times in ns, gains as fractions."""
 
     def row(order: Replayed) -> dict[str, object]:
-        names = ("on_time", "mean", "low", "high")
+        names = ("planned", "mean", "low", "high")
         gains = None if order is found.plan else dict(zip(names, found.plan.gain_over(order), strict=True))
         return {
             "name": order.name,
-            "on_time_ns": order.on_time_ns,
+            "planned_ns": order.planned_ns,
             "mean_ns": order.mean_ns,
-            "least_ns": min(order.late_ns),
-            "most_ns": max(order.late_ns),
+            "least_ns": min(order.drawn_ns),
+            "most_ns": max(order.drawn_ns),
             "gain_over_it": gains,
         }
 
@@ -147,8 +147,8 @@ def jitter_json(found: Jittered) -> dict[str, object]:
         "version": 1,
         "objective": found.objective,
         "kind": found.jitter.kind,
-        "late_by_ns": found.jitter.mean_ns,
-        "steps_drawn": len(found.plan.late_ns),
+        "latency_ns": found.jitter.mean_ns,
+        "steps_drawn": len(found.plan.drawn_ns),
         "seed": found.seed,
         "why_no_1f1b": found.why or None,
         "orders": [row(order) for order in (found.plan, *found.others)],
