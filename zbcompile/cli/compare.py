@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from zbcompile.cli.inputs import load_problem
 from zbcompile.cli.shared_options import EACH, add_problem_options, add_search_options
+from zbcompile.cli.short_form import add_cost_options
 from zbcompile.errors import UsageError
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.streams import check_output, say, write_output
@@ -31,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "the rule of thumb (rank r its first r and last p - r, rank 0 none), beside ours, and says why."
     )
     add_problem_options(parser, each_transport=True)
+    add_cost_options(parser)
     add_search_options(parser, 2.0, "seconds for every row (2)")
     parser.add_argument(
         "--rehearse",
