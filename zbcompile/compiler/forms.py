@@ -21,7 +21,12 @@ from zbcompile.compiler.free_model import free_others, without_tensors
 from zbcompile.compiler.load import make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan, lower
 from zbcompile.compiler.observe import Observer, quiet
-from zbcompile.compiler.peers import refuse_peers, require_one_plan
+from zbcompile.compiler.peers import (
+    refuse_changed_buffers,
+    refuse_peers,
+    require_one_plan,
+    require_own_groups,
+)
 from zbcompile.compiler.plan_cache import PlanCache
 from zbcompile.compiler.planning import keep_order_of_changes, plan_for_all
 from zbcompile.compiler.runs import Shapes
@@ -109,7 +114,9 @@ class TrainingForm:
 
     def free_others(self, trained: nn.Module, group: PipelineGroup) -> list[weakref.ref[Tensor]]:
         """Free what only other ranks use, here and in the model; return what should be gone now."""
-        self.staged, freed = free_others(trained, self.staged, self.plan.schedule.placement, group.rank)
+        self.staged, freed = free_others(
+            trained, self.staged, self.plan.schedule.placement, group.pipeline_rank
+        )
         self.runner.close()
         self.run_on(group)
         return freed
@@ -152,7 +159,7 @@ def first_form(
         options,
         call,
         known=cache.knows,
-        before_calls=lambda staged: require_one_plan(staged, group, planners),
+        before_calls=lambda staged: _check_job(staged, group, planners),
         rank_each=alone,
         observer=observer,
         choose=cut_choice(options, num_ranks, call.num_microbatches, observer),
@@ -160,6 +167,13 @@ def first_form(
     if options.verify is not False and cheap_to_verify(options.model):
         check_batch_dimension(options.model, call.signature, batch, call.num_microbatches, options.joined_dim)
     return _planned(options, group, planners, call, staged, cache, observer)
+
+
+def _check_job(staged: StagedModel, group: PipelineGroup | None, planners: PipelineGroup | None) -> None:
+    """Refuse stages that cannot run beside other pipelines, before any of their calls runs."""
+    require_one_plan(staged, group, planners)
+    require_own_groups(staged, group)
+    refuse_changed_buffers(group, staged)
 
 
 def further_form(
