@@ -24,7 +24,9 @@ from tests.support.mesh_workers import (
     trained,
     ways,
 )
+from zbcompile.compiler.reduction_speed import counted_reduction
 from zbcompile.runtime.launch import spawn, spawn_outcomes
+from zbcompile.schedule.costs import Link
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -87,6 +89,20 @@ def test_dropout_masks_are_those_of_one_process_on_the_whole_batch(found: list[d
         assert torch.equal(record["losses"], torch.stack(losses))
         for name, grad in record["dropout"].items():
             torch.testing.assert_close(grad, wanted[name], rtol=1e-6, atol=1e-8)
+
+
+def test_the_reduction_is_measured_planned_and_an_action_of_the_order(found: list[dict[str, Any]]) -> None:
+    for record in found:
+        assert record["verbs"] == [1, 1]
+        assert record["reduced"] == ["0REDUCE_GRAD", "1REDUCE_GRAD"]
+        assert record["reduce_ns"] == found[0]["reduce_ns"]
+        assert min(record["reduce_ns"]) > 1
+
+
+def test_a_counted_reduction_goes_around_the_ring() -> None:
+    """Four replicas on links of 1 us and 1 GB/s: 6 messages of a quarter of the bytes each."""
+    speed = counted_reduction(Link(1_000, 10**9), 4)
+    assert speed.ns(4_000_000) == 6 * (1_000 + 1_000_000)
 
 
 def test_several_steps_have_one_reduction(found: list[dict[str, Any]]) -> None:

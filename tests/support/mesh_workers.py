@@ -181,10 +181,13 @@ def ways(rank: int) -> dict[str, Any]:
     )
     model = layers(dropout=0.3)
     by_groups = {"group": groups[0][rank // 2], "data_group": groups[1][rank % 2]}
-    random = compiled(model, replica, seed=5, **by_groups)
+    random = compiled(model, replica, seed=5, profile=None, **by_groups)
     losses: list[Tensor] = []
     random.step(x, target=y, losses=losses, share_losses=True)
     found["dropout"], found["losses"] = grads(random), torch.stack(losses)
+    found["reduce_ns"] = [stage.reduce_ns for stage in random.profile.stages]
+    found["verbs"] = [random.source(r).count("rank.reduce_grad(") for r in range(RANKS)]
+    found["reduced"] = [str(a) for row in random.timeline().ranks for a, _, _ in row if a.kind.is_of_stage]
     random.close()
 
     plain = layers()

@@ -22,6 +22,7 @@ from zbcompile.compiler.load import make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan, lower
 from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.compiler.peers import (
+    reduced_stages,
     refuse_changed_buffers,
     refuse_peers,
     require_one_plan,
@@ -349,7 +350,7 @@ def _planned(
     observer: Observer,
 ) -> TrainingForm:
     """Measure or count -> plan, once for all ranks -> merge_backward -> insert_comm -> check -> codegen."""
-    solution = plan_for_all(options, planners, cache.num_ranks, call, staged, cache, observer)
+    solution = plan_for_all(options, planners, group, cache.num_ranks, call, staged, cache, observer)
     built, staged = staged, as_planned(staged, solution)
     if staged.levels != built.levels:
         observer("recompute", staged.stages)
@@ -359,6 +360,7 @@ def _planned(
         solution,
         merge=options.schedule is None,
         one_communicator=options.one_communicator,
+        reduced_stages=reduced_stages(staged, group),
         observer=observer,
     )
     programs = plan.programs(observer)

@@ -14,6 +14,7 @@ from zbcompile.runtime.group import PipelineGroup
 
 __all__ = [
     "has_peers",
+    "reduced_stages",
     "refuse_changed_buffers",
     "refuse_peers",
     "refuse_shards",
@@ -133,6 +134,13 @@ def refuse_changed_buffers(group: PipelineGroup | None, staged: StagedModel) -> 
                 where=name,
                 fix="freeze it (evaluation mode of its module), or use a norm without running statistics",
             )
+
+
+def reduced_stages(staged: StagedModel, group: PipelineGroup | None) -> tuple[int, ...]:
+    """Return the stages whose gradients are summed over replicas: none where there are none."""
+    if group is None or len(group.replicas) == 1:
+        return ()
+    return tuple(stage.index for stage in staged.stages if stage.trainable)
 
 
 def refuse_shards(group: PipelineGroup | None, what: str) -> None:

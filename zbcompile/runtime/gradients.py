@@ -41,7 +41,6 @@ class GradientSums:
         self._turn: dict[int, int] = {}
         self.totals: dict[int, dict[str, Tensor]] = {}
         self._next: dict[int, int] = {}
-        self._added: dict[int, int] = {}
         self._early: dict[int, dict[int, dict[str, Tensor]]] = {}
 
     def restart(self, order: Sequence[int] = ()) -> None:
@@ -53,16 +52,10 @@ class GradientSums:
             The microbatches in the order of the sums; empty: 0, 1, 2, ...
         """
         self._next.clear()
-        self._added.clear()
         self._turn = {microbatch: turn for turn, microbatch in enumerate(order)}
-
-    def microbatches(self, stage: int) -> int:
-        """Return how many microbatches of a stage have been added since the last `restart`."""
-        return self._added.get(stage, 0)
 
     def add(self, stage: int, microbatch: int, grads: dict[str, Tensor]) -> None:
         """Take over the gradients of one (stage, microbatch); each must have storage of its own."""
-        self._added[stage] = self._added.get(stage, 0) + 1
         if not self._in_order:
             self._add_now(stage, grads)
             return

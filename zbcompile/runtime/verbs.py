@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zbcompile.errors import PipelineError
 from zbcompile.runtime.channels.channel import Channels, Ticket
-from zbcompile.runtime.channels.replicas import Replicas
+from zbcompile.runtime.channels.replicas import Reduced, Replicas
 from zbcompile.runtime.gradients import GradientSums
 from zbcompile.runtime.mailbox import Mailbox
 from zbcompile.runtime.randomness import stream, stream_seed
@@ -85,7 +85,7 @@ class Rank:
         sums = GradientSums(self.spec.gradient_dtype, self.spec.accumulate)
         self.sums = step.sums.setdefault(self.index, sums)
         self.sums.restart(self.spec.microbatch_order)
-        self._reducing: dict[int, Ticket] = {}
+        self._reducing: dict[int, Reduced] = {}
         self.gradients: dict[str, Tensor] = {}
         self.running: tuple[Kind, int, int] | None = None
         self.running_since = 0.0
@@ -134,7 +134,7 @@ class Rank:
         call = self.spec.stages[stage].run_backward_weight
         saved = self._saved_for_weight.pop((stage, microbatch))
         grads = self._run(Kind.BACKWARD_WEIGHT, stage, microbatch, call, saved)
-        self._add(stage, microbatch, grads)
+        self.sums.add(stage, microbatch, grads)
 
     def full_backward(self, stage: int, microbatch: int) -> Waits:
         """BW: B and W in one."""
@@ -143,7 +143,7 @@ class Rank:
         saved, tangents = self._saved.pop((stage, microbatch)), self._tangents(stage, microbatch)
         grads, weights = self._run(Kind.FULL_BACKWARD, stage, microbatch, call, saved, tangents)
         self._put_gradients(stage, microbatch, grads)
-        self._add(stage, microbatch, weights)
+        self.sums.add(stage, microbatch, weights)
 
     # Verbs: messages. They name the own stage, the microbatch, and the stage at the other end.
 
@@ -196,12 +196,14 @@ class Rank:
         stages = self.spec.placement.stages_of(self.index)
         for stage in stages:
             self.reduce_grad(stage)
-        tickets = list(self._reducing.values())
+        tickets: list[Ticket] = list(self._reducing.values())
         if self.sums.totals:
             tied = yield from sum_tied(self.spec, self.index, self.sums, self.state, self.channels)
             tickets += self._reduce_tied(tied)
         if tickets:
             yield Wait(tickets)
+        for stage, reduced in self._reducing.items():
+            self.recorder.note(Kind.REDUCE_GRAD, stage, 0, None, reduced.begun_ns, reduced.ended_ns)
         for stage in stages:
             for name, total in self.sums.totals.get(stage, {}).items():
                 if name not in self.spec.tied:
@@ -237,11 +239,6 @@ class Rank:
         return gradients
 
     # What the verbs share.
-
-    def _add(self, stage: int, microbatch: int, grads: dict[str, Tensor]) -> None:
-        self.sums.add(stage, microbatch, grads)
-        if self.sums.microbatches(stage) == self.spec.num_microbatches:
-            self.reduce_grad(stage)
 
     def _run(self, kind: Kind, stage: int, microbatch: int, call: Callable[[*Ts], T], *args: *Ts) -> T:
         self.running_since = time.monotonic()

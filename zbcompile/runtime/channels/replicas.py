@@ -7,6 +7,7 @@ its own, while the rank computes; with two replicas a sum is one addition, and h
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -14,14 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup, Work
 
-from zbcompile.runtime.channels.channel import Key, ReducedKey, Ticket
+from zbcompile.runtime.channels.channel import Key, ReducedKey
 from zbcompile.runtime.channels.gloo import BrokenChannelError
 from zbcompile.runtime.connections import FOREVER, break_connections, leave_group
 from zbcompile.runtime.doing import ANY_RANK
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.wire_format import is_dense
 
-__all__ = ["BUCKET_BYTES", "Replicas"]
+__all__ = ["BUCKET_BYTES", "Reduced", "Replicas"]
 
 BUCKET_BYTES = 25 << 20
 """The most that a bucket of several tensors holds. A tensor that is larger is summed where it is."""
@@ -49,9 +50,9 @@ class Replicas:
         self._group: ProcessGroup | None = group.new_group(backend, group.replicas)
         self.count = len(group.replicas)
         self._next_peer = group.replicas[(group.replica + 1) % self.count]
-        self._open: dict[Key, _Reduced] = {}
+        self._open: dict[Key, Reduced] = {}
 
-    def start(self, key: ReducedKey, gradients: dict[str, Tensor]) -> Ticket:
+    def start(self, key: ReducedKey, gradients: dict[str, Tensor]) -> Reduced:
         """Begin to sum gradients over the replicas, which all start the same sums in the same order.
 
         Parameters
@@ -62,10 +63,8 @@ class Replicas:
             By name. They are replaced by tensors of the same form, which hold the sums when the ticket has
             been waited for.
         """
-        works: list[Work] = []
-        for names in _buckets(gradients):
-            works.append(self._sum(_together(gradients, names)))
-        ticket = _Reduced(key, self._next_peer, works, self._is_gloo, self._open)
+        works = [self._sum(_together(gradients, names)) for names in _buckets(gradients)]
+        ticket = Reduced(key, self._next_peer, works, self._is_gloo, self._open)
         self._open[key] = ticket
         return ticket
 
@@ -97,8 +96,14 @@ class Replicas:
             leave_group(group)
 
 
-class _Reduced:
-    """Sums that were begun together."""
+class Reduced:
+    """Sums that were begun together.
+
+    Attributes
+    ----------
+    begun_ns, ended_ns
+        When they were begun, and when the last one was seen to be done, in ns of the monotonic clock.
+    """
 
     def __init__(
         self,
@@ -106,10 +111,17 @@ class _Reduced:
         peer: int,
         works: Sequence[Work],
         is_gloo: bool,
-        open_tickets: dict[Key, _Reduced],
+        open_tickets: dict[Key, Reduced],
     ) -> None:
         self.key, self.peer, self._works = key, peer, works
         self._is_gloo, self._open = is_gloo, open_tickets
+        self.begun_ns = self.ended_ns = time.perf_counter_ns()
+        if is_gloo:
+            for work in works:
+                work.get_future().add_done_callback(self._note_end)
+
+    def _note_end(self, future: object) -> None:
+        self.ended_ns = max(self.ended_ns, time.perf_counter_ns())
 
     def ready(self) -> bool:
         return all(work.is_completed() for work in self._works)
@@ -124,6 +136,8 @@ class _Reduced:
                     work.wait()
         except RuntimeError as error:
             raise BrokenChannelError(ANY_RANK, self.key, error) from error
+        if not self._is_gloo:
+            self.ended_ns = time.perf_counter_ns()
         self.drop()
         self._open.pop(self.key, None)
 
