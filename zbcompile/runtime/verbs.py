@@ -185,6 +185,15 @@ class Rank:
         self._reducing[stage] = self.replicas.start((stage, ""), own)
         totals.update(own)
 
+    def unshard(self, stage: int) -> None:
+        """Do nothing: the stage's parameters are not sharded, as with torch's runtime."""
+
+    def reshard(self, stage: int) -> None:
+        """Do nothing: the stage's parameters are not sharded, as with torch's runtime."""
+
+    def reduce_grad(self, stage: int) -> None:
+        """Do nothing: the stage has no replicas, as with torch's runtime."""
+
     def wait_sent(self) -> Waits:
         """Wait until every message of this rank has arrived."""
         return self._mailbox.wait_sent()
