@@ -176,7 +176,8 @@ class Rank:
     def reduce_grad(self, stage: int) -> None:
         """Begin to sum the stage's gradients over the replicas; the end of the step waits for the sums.
 
-        Its last W has run. Tied parameters come later, when the stages that hold them have been summed.
+        Its last W has run. Tied parameters come later, when the stages that hold them have been summed. A
+        stage without replicas has nothing to do, as in torch's runtime.
         """
         if self.replicas is None or not self.step.ends_sums or stage in self._reducing:
             return
@@ -190,9 +191,6 @@ class Rank:
 
     def reshard(self, stage: int) -> None:
         """Do nothing: the stage's parameters are not sharded, as with torch's runtime."""
-
-    def reduce_grad(self, stage: int) -> None:
-        """Do nothing: the stage has no replicas, as with torch's runtime."""
 
     def wait_sent(self) -> Waits:
         """Wait until every message of this rank has arrived."""
