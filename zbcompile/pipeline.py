@@ -54,6 +54,7 @@ from zbcompile.schedule.sum_order import sum_order
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from zbcompile.passes.partition.partition import Policy
@@ -81,6 +82,8 @@ def compile(
     num_ranks: int | None = None,
     group: ProcessGroup | None = None,
     plan_group: ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    data_group: ProcessGroup | None = None,
     seed: int = 0,
     recompute: Recompute | None = None,
     split_points: Sequence[str] | Policy | None = None,
@@ -125,8 +128,8 @@ def compile(
     microbatch_costs
         What each microbatch costs where they differ: a factor of all times, a pair of factors (times, bytes),
         or a `zbcompile.schedule.microbatches.MicrobatchCost` with one per stage. Their order is then planned,
-        and gradients are summed in it (`Pipeline.microbatch_order`); see docs/training.md. Default: as the
-        plan or profile file that was given says, else all alike.
+        and gradients are summed in it (`Pipeline.microbatch_order`); see docs/howto/training.md. Default: as
+        the plan or profile file that was given says, else all alike.
     memory_limit
         Bytes per rank, one for all or one each: parameters, gradients, optimizer state (two tensors per
         parameter), activations, and gradients that wait for their turn in the sum (``accumulate``). Not
@@ -136,7 +139,8 @@ def compile(
     objective
         ``span`` (steps follow each other without a meeting) or ``makespan`` (all ranks meet).
     transport
-        Send mode that is planned for: ``async``, ``rendezvous`` or ``batched``; see docs/runtime.md.
+        Send mode that is planned for: ``async``, ``rendezvous`` or ``batched``, defined in
+        docs/reference/send-modes.md.
     profile
         Costs to plan with: a `Profile` or a file, or a `Device` (``device_named("H100")``) to count them for.
         Default: the stages are measured here. A model on the meta device cannot be measured.
@@ -150,15 +154,24 @@ def compile(
     plan_group
         The process group of a job in which several pipelines of the same form run side by side (replicas),
         each with its own ``group``: all of its processes compile at the same time, and run the plan that its
-        first one makes. Default: each pipeline makes its own.
+        first one makes. Default: each pipeline makes its own, or with ``mesh`` or ``data_group`` all of them
+        together.
+    mesh
+        A `DeviceMesh` of all processes of the job, with dimensions ``pp`` (the ranks of a pipeline), ``dp``
+        (replicas: each runs the same stages on rows of its own, and gradients are summed over them) or both,
+        and further ones (``tp``) along which stages exchange data. All processes make the same calls, and run
+        one plan. See docs/training.md.
+    data_group
+        In place of ``mesh``, beside ``group``: the process group of the replicas of this process.
     seed
         Of the random streams (dropout) and of the search.
     recompute
-        What stages compute again in their backward to hold less: ``none``, ``min_memory``, ``full``, a price
-        in bytes per second, or ``auto``: a level for each stage, chosen with the order. Default: what the
-        plan or the profile says that was given, else ``auto`` under a ``memory_limit``, else ``none``.
+        What stages compute again in their backward to hold less: ``none``, ``regather`` (all-gathers over a
+        group), ``min_memory``, ``full``, a price in bytes per second, or ``auto``: a level for each stage,
+        chosen with the order. Default: what the plan or the profile says that was given, else ``auto`` under
+        a ``memory_limit``, else ``none``.
     split_points, backend, verify
-        Of the stages; see docs/split.md.
+        Of the stages; see docs/reference/split.md.
     time_limit
         Seconds for the search.
     one_communicator
@@ -194,8 +207,8 @@ def compile(
         Only with one process per rank.
     gradient_dtype
         ``torch.float32``: gradients of narrower parameters (bfloat16, float16) are summed in float32 and
-        handed over so; ``param.grad`` is then wider than ``param``. See docs/runtime.md for the optimizer.
-        Default: gradients have the dtype of their parameter.
+        handed over so; ``param.grad`` is then wider than ``param``. docs/reference/runtime.md has the
+        optimizer. Default: gradients have the dtype of their parameter.
     accumulate
         ``order``: gradients of weights are summed in the order of the microbatches, with the bits of a plain
         loop. Where an order computes one out of turn it waits, and the plan counts it. ``memory``: each is
@@ -255,6 +268,8 @@ def compile(
         num_ranks=num_ranks,
         group=group,
         plan_group=plan_group,
+        mesh=mesh,
+        data_group=data_group,
         seed=seed,
         split_points=split_points,
         backend=backend,
@@ -337,6 +352,7 @@ class Pipeline(Sequence[Stage]):
         metrics: dict[str, Tensor] | None = None,
         share_losses: bool = False,
         return_outputs: bool = False,
+        reduce: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run one training step on a whole batch: forward and backward of all microbatches.
@@ -357,11 +373,16 @@ class Pipeline(Sequence[Stage]):
             Gets what the loss function returns beside the loss, by name: tensors joined along the batch,
             scalars stacked; on the process that computes them.
         share_losses
-            Whether losses and metrics go to all ranks; all must ask alike.
+            Whether losses and metrics go to all ranks, those of one replica after the other; all must ask
+            alike.
         return_outputs
             Whether the result is wanted. If so, the parts of all microbatches are held to the end of the
             step and then joined: at most twice the bytes of the whole batch's result, which neither plan nor
             ``memory_limit`` counts. ``losses`` needs none of it.
+        reduce
+            Whether gradients are summed over the replicas of ``compile(mesh=)``. With False they wait in the
+            pipeline, and the next step that reduces hands them over with its own, in ``param.grad``: so
+            several steps have one reduction. Nothing waits where there are no replicas.
 
         Returns
         -------
@@ -394,7 +415,7 @@ class Pipeline(Sequence[Stage]):
                 "the loss depends on no parameter that requires a gradient",
                 fix="let a parameter require a gradient, or call eval()",
             )
-        result = compiled.run_step(batch, self.loss_scale, return_outputs, share_losses)
+        result = compiled.run_step(batch, self.loss_scale, return_outputs, share_losses, reduce)
         return _handed_out(result, losses, metrics)
 
     def eval(
@@ -504,7 +525,7 @@ class Pipeline(Sequence[Stage]):
 
     @property
     def rank(self) -> int | None:
-        """This process's rank of the pipeline; None when all ranks run here."""
+        """This process's rank in its pipeline; None when all ranks run here."""
         return self._ready().runner.rank
 
     @property
@@ -539,7 +560,9 @@ class Pipeline(Sequence[Stage]):
                     yield name, parameter
 
     def zero_grad(self) -> None:
-        """Forget all gradients of this process."""
+        """Forget all gradients of this process, those of steps with ``reduce=False`` included."""
+        if self._compiled is not None:
+            self._compiled.forget_unreduced()
         for parameter in self.parameters():
             parameter.grad = None
 
@@ -662,8 +685,8 @@ class Pipeline(Sequence[Stage]):
         Every rank calls it, with the same path and ``extra``, between two steps. The folder, which all ranks
         must be able to write, appears whole: where a rank is killed meanwhile, what was there before stays.
         Tensors stand in the format of ``torch.distributed.checkpoint`` under the names of the unpipelined
-        model and optimizer (docs/checkpoints.md), so any number of ranks and stages, or the plain model, goes
-        on with it.
+        model and optimizer (docs/howto/checkpoints.md), so any number of ranks and stages, or the plain
+        model, goes on with it.
 
         Parameters
         ----------

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.lower import LoweredPlan, lower
-from zbcompile.compiler.peers import refuse_peers
+from zbcompile.compiler.peers import reduced_stages, refuse_peers
 from zbcompile.compiler.planning import keep_order_of_changes
 from zbcompile.compiler.remeasure import profile_of
 from zbcompile.errors import UsageError
 from zbcompile.formats import schedule_json
 from zbcompile.formats.measured_json import Measured
-from zbcompile.planner.plan import plan
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.schedule.event_graph import EventGraph
 from zbcompile.schedule.problem import Objective
@@ -69,6 +68,8 @@ def planned_anew(
     links
         Whether links were measured, too: each rank had a process of its own.
     """
+    from zbcompile.planner.plan import plan  # here, so that a pipeline with a given order needs no solver
+
     profile = profile_of(measured, running.schedule, running.problem, links=links)
     return plan(running.problem.with_(profile=profile), time_limit_s=time_limit_s, seed=seed)
 
@@ -99,7 +100,8 @@ def replan(compiled: CompiledPipeline, threshold: float, time_limit_s: float) ->
             solution = _solution(compiled, measured, group, time_limit_s)
             keep_order_of_changes(solution.schedule, compiled.staged)
             one = compiled.options.one_communicator
-            found = lower(solution, merge=True, one_communicator=one)
+            reduced = reduced_stages(compiled.staged, group)
+            found = lower(solution, merge=True, one_communicator=one, reduced_stages=reduced)
             result = weighed(compiled.plan, found, threshold)
             programs = found.programs()
             if group is not None:
