@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
+from zbcompile.cli.hf_config import add_config_options
 from zbcompile.cli.inputs import load_problem
 from zbcompile.cli.shared_options import EACH, add_problem_options, add_search_options
 from zbcompile.cli.short_form import add_cost_options
@@ -33,6 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_problem_options(parser, each_transport=True)
     add_cost_options(parser)
+    add_config_options(parser)
     add_search_options(parser, 2.0, "seconds for every row (2)")
     parser.add_argument(
         "--rehearse",
