@@ -167,9 +167,10 @@ def compile(
     seed
         Of the random streams (dropout) and of the search.
     recompute
-        What stages compute again in their backward to hold less: ``none``, ``min_memory``, ``full``, a price
-        in bytes per second, or ``auto``: a level for each stage, chosen with the order. Default: what the
-        plan or the profile says that was given, else ``auto`` under a ``memory_limit``, else ``none``.
+        What stages compute again in their backward to hold less: ``none``, ``regather`` (all-gathers over a
+        group), ``min_memory``, ``full``, a price in bytes per second, or ``auto``: a level for each stage,
+        chosen with the order. Default: what the plan or the profile says that was given, else ``auto`` under
+        a ``memory_limit``, else ``none``.
     split_points, backend, verify
         Of the stages; see docs/reference/split.md.
     time_limit
