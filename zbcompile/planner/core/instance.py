@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbcompile.errors import UsageError
+from zbcompile.planner.core.step_costs import StepCosts
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.memory import Memory
 from zbcompile.schedule.problem import Problem
@@ -79,6 +80,8 @@ class Instance:
         What actions wait for.
     objective
         ``span`` or ``makespan``.
+    steps
+        What stages cost once a step.
     """
 
     num_microbatches: int
@@ -92,6 +95,7 @@ class Instance:
     headroom: tuple[int, ...]
     rules: Rules
     objective: str
+    steps: StepCosts
 
     @staticmethod
     def of(problem: Problem) -> Instance:
@@ -128,6 +132,7 @@ class Instance:
             tuple(headroom),
             rules,
             problem.objective,
+            StepCosts.of(problem),
         )
 
     def relaxed(self) -> Instance:

@@ -38,7 +38,7 @@ def fast_value(problem: Problem) -> Callable[[Codes], int | None]:
         return Clock.of(problem).value
     instance = Instance.of(problem)
     work = sum(instance.forward) + sum(instance.backward) + sum(instance.weight) + sum(instance.fused)
-    longest = instance.num_microbatches * (work + sum(instance.rules.lags))
+    longest = instance.num_microbatches * (work + sum(instance.rules.lags)) + instance.steps.all_in_a_row()
     actions = 3 * instance.num_stages * instance.num_microbatches
     if actions <= _SHORT or not can_compile() or 101 * instance.num_ranks * longest >= _MOST_SCORE:
         return lambda codes: value_of(instance, codes)
