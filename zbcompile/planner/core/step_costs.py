@@ -7,6 +7,7 @@ modes, the exact model and the plain clocks have the rule in them; tests hold th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zbcompile.schedule.problem import Problem
@@ -49,6 +50,21 @@ class StepCosts:
     def all_in_a_row(self) -> int:
         """Return the time of all of it, one after the other, in ns."""
         return sum(self.gather) + sum(self.reduce) + sum(self.update)
+
+    def lead(self, stages_of: Sequence[Sequence[int]], objective: str) -> int:
+        """Return when F(0) of stage 0 may be said to start, where all else waits for it, in ns.
+
+        For the makespan as soon as its parameters are there. For the span, which counts from no common time,
+        late enough for any rank to have gathered before.
+        """
+        if objective == "makespan":
+            return self.gather[0]
+        return max(sum(self.gather[s] for s in stages) for stages in stages_of)
+
+    def longest_tail(self, stages_of: Sequence[Sequence[int]]) -> int:
+        """Return the most time from a rank's last W to its end, in ns."""
+        sums = (sum(self.reduce[s] for s in stages) for stages in stages_of)
+        return max(tail + update for tail, update in zip(sums, self.update, strict=True))
 
     def in_ticks(self, unit: int, factor: int) -> StepCosts:
         """Return the costs counted in parts of ``unit`` ns, ``factor`` to each; ``unit`` divides them all."""
