@@ -316,8 +316,9 @@ def _variants(
 def _ways(stage: StageCost) -> list[StageCost]:
     """Return a stage's ways to run, as it is first, without names."""
     ways = (stage, *stage.variants)
-    held = {"static_bytes": stage.static_bytes, "gradient_bytes": stage.gradient_bytes}
-    return [replace(way, name="", variants=(), **held) for way in ways]
+    shared = {"static_bytes": stage.static_bytes, "gradient_bytes": stage.gradient_bytes}
+    shared |= {name: getattr(stage, name) for name in ("unshard_ns", "reduce_ns", "update_ns")}
+    return [replace(way, name="", variants=(), **shared) for way in ways]
 
 
 def _numbers(way: StageCost) -> list[int]:

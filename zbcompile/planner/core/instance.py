@@ -145,6 +145,11 @@ class Instance:
         weight = tuple(min(w, d - b) for w, d, b in zip(self.weight, self.fused, backward, strict=True))
         return replace(self, backward=backward, weight=weight, memory=self.memory.relaxed())
 
+    def without_steps(self) -> Instance:
+        """Return the problem whose step is its F's, B's and W's alone."""
+        nothing = (0,) * self.num_stages
+        return replace(self, steps=StepCosts(nothing, nothing, (0,) * self.num_ranks))
+
     @property
     def saved(self) -> tuple[int, ...]:
         """M_B of every stage in bytes, for proofs; searches ask ``memory``."""

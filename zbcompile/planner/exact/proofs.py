@@ -316,11 +316,12 @@ class _Lane:
 
     def __init__(self, run: Run, name: str, seconds: float) -> None:
         assert run.value is not None
-        self.instance, self.real, self.seed = run.instance.relaxed(), run.instance, run.seed
+        self.instance, self.real = run.instance.relaxed().without_steps(), run.instance
+        self.seed = run.seed
         self.name, self.end = name, time.monotonic() + seconds
         self.value, self.known = run.value, run.bound.value_ns
         self.head = Paths.of(self.instance).head
-        self.once = least_once_a_step(self.instance)
+        self.once = least_once_a_step(self.real)
         self.likely = most_likely_ranks(self.instance)
         self.grids = grids(shifted(self.instance), FINEST_GRID)
         self.exact = Fraction(exact_unit(self.instance))
