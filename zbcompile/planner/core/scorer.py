@@ -94,7 +94,8 @@ class Scorer:
     def gaps(self, codes: Codes) -> list[int]:
         """Return per action, rank by rank, how long its rank waits before it for a message, in ns."""
         offsets, line = pack(self.instance, codes, self.vector)
-        return [int(gap) for gap in self.evaluate(offsets, line)[1][gaps_at(self.tables, len(line)) :]]
+        first = gaps_at(self.tables, len(line))
+        return [int(gap) for gap in self.evaluate(offsets, line)[1][first : first + len(line)]]
 
     def evaluate(self, offsets: Vector, line: Vector) -> tuple[int, Vector]:
         """Return the tie-breaking score (-1 on deadlock) and the scratch of `evaluate_line`."""
