@@ -14,7 +14,9 @@ from zbcompile.compiler.rehearsal import rehearse
 from zbcompile.errors import UsageError
 from zbcompile.formats import chrome_trace, profile_json, schedule_json
 from zbcompile.formats.schedule_json import ScheduleFile
-from zbcompile.planner.plan import plan
+from zbcompile.planner.core.instance import Instance, to_schedule
+from zbcompile.planner.imported import rated
+from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
@@ -32,7 +34,8 @@ ONCE = replace(STAGE, unshard_ns=4_000_000, reduce_ns=40_000_000, update_ns=5_00
 
 def file_of(stage: StageCost) -> ScheduleFile:
     problem = Problem.of(Profile.uniform(stage, 4, 1_000_000), Placement.v(2), 4, 8)
-    return ScheduleFile.of(lower(plan(problem, level=1, time_limit_s=5.0), merge=True).solution)
+    order = to_schedule(one_at_a_time(Instance.of(problem), fusing=True), problem)
+    return ScheduleFile.of(lower(rated(order, problem), merge=True).solution)
 
 
 def text_of(renderable: object, width: int = 80) -> str:
