@@ -8,38 +8,44 @@ What a block is follows from its language:
 ``console``    lines that begin with ``$ `` are commands; what follows is what they print, and ``...`` stands
                for lines that are left out
 ``json``       a file of a format of ours
+``toml``       a profile
 ``text``       shows something, is not run
 =============  ===============================================================================================
 
 A comment before the block says what is otherwise: ``<!-- not run: REASON -->``, ``<!-- file: NAME -->`` (the
-block is written to that file), ``<!-- exit: 1 -->``, ``<!-- prints: differently each time -->`` (only that the
-command ends with its exit code is tested).
+block is also written to that file), ``<!-- exit: 1 -->``, ``<!-- prints: differently each time -->`` (only
+that the command ends with its exit code is tested).
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tests.support.places import ROOT
 from zbcompile.cli.main import main
-from zbcompile.formats.detect import load_document
+from zbcompile.formats import measured_json, profile_json, schedule_json
 
 __all__ = ["LANGUAGES", "Block", "PageRun", "blocks_of"]
 
-LANGUAGES = ("python", "sh", "console", "json", "text")
+LANGUAGES = ("python", "sh", "console", "json", "toml", "text")
 _FENCE = re.compile(r"((?:^<!-- [^\n]* -->\n)*)^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"<!-- (not run|file|exit|prints): (.*?) -->")
-_SEARCHED = re.compile("[0-9.,~-]+")
+_READERS: dict[str, Callable[[str], object]] = {
+    "zbcompile.profile": profile_json.loads,
+    "zbcompile.schedule": schedule_json.loads,
+    "zbcompile.measured": measured_json.loads,
+}
 
 
 @dataclass(frozen=True)
@@ -80,15 +86,15 @@ class PageRun:
         """Run a block; an assertion fails where it does not do what the page says."""
         if "file" in block.marks:
             (self.folder / block.marks["file"]).write_text(block.text)
-        elif block.language == "python":
+        if block.language == "json":
+            _READERS[json.loads(block.text)["format"]](block.text)
+        elif block.language == "toml":
+            profile_json.loads(block.text, "block.toml")
+        elif block.language == "python" and "file" not in block.marks:
             code = compile("\n" * block.line + block.text, self.page, "exec")
             with contextlib.redirect_stdout(io.StringIO()):
                 exec(code, self.names)  # noqa: S102
-        elif block.language == "json":
-            path = self.folder / "block.json"
-            path.write_text(block.text)
-            load_document(str(path))
-        else:
+        elif block.language in ("sh", "console"):
             wanted = int(block.marks.get("exit", "0"))
             for command, shown in _commands(block):
                 code, printed = self._command(command)
