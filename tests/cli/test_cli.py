@@ -398,11 +398,11 @@ def test_convert_goes_round(capsys, schedule_path: Path, tmp_path: Path) -> None
 
 def test_what_is_left_out_of_a_csv_is_said(capsys, tmp_path: Path) -> None:
     path = tmp_path / "sharded.csv"
-    path.write_text("0UNSHARD,0F0,0RESHARD,0UNSHARD,0B0,0REDUCE_GRAD\n")
+    path.write_text("0UNSHARD,0F0,0RESHARD,0UNSHARD,0B0,0REDUCE_GRAD,0RESHARD\n")
     code, out, err = run(capsys, "convert", path, "--to", "text")
     assert code == 0
-    assert out.endswith("rank 0: 0UNSHARD 0F0 0RESHARD 0BW0 0REDUCE_GRAD\n")
-    assert "left out 1 actions that gather or free parameters again, such as 0UNSHARD" in err
+    assert out.endswith("rank 0: 0UNSHARD 0F0 0BW0 0REDUCE_GRAD 0RESHARD\n")
+    assert "left out 2 actions that gather or free parameters again, such as 0RESHARD" in err
 
 
 def test_compare_shows_every_order_and_ours_at_equal_memory(capsys, profile_path: Path) -> None:
