@@ -30,10 +30,9 @@ PAGES: Final[dict[str, tuple[str, ...]]] = {
         "../benchmarks/test_training_lines.py::"
         "test_both_variants_end_in_the_same_weights_and_their_lines_are_those_of_the_docs",
     ),
-    "howto/data-parallel.md": (
-        "../pipeline/test_checkpoints.py::test_replicas_and_restarts_run_the_plan_that_was_made_once",
-    ),
-    "howto/tensor-parallel.md": ("../pipeline/test_peers.py",),
+    "howto/data-parallel.md": ("../pipeline/test_mesh.py",),
+    "howto/tensor-parallel.md": ("../pipeline/test_peers.py", "../examples/test_tensor_parallel.py"),
+    "howto/export.md": ("blocks", "../pipeline/test_interop_torch.py"),
     "howto/meta.md": ("blocks",),
     "howto/questions.md": ("../test_questions.py", "blocks"),
     "howto/wrong-gradient.md": ("blocks",),
@@ -117,6 +116,7 @@ from safetensors.torch import save_file
 save_file(model.state_dict(), "model.safetensors")
 """,
     "reference/runtime.md": _PIPELINE + "folder, position = 'checkpoint', 3\n",
+    "howto/export.md": "plans",
     "reference/show.md": "plans",
     "coming-from/torch.md": _TRAINING,
     "coming-from/deepspeed.md": _TRAINING,
