@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from zbcompile.planner.core.compiled import vector
 from zbcompile.planner.core.instance import Codes, Instance
+from zbcompile.planner.core.kernel import scratch_size
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.core.tables import EXPONENTIAL, pack, unpack
 from zbcompile.planner.improve.anneal_kernel import anneal
@@ -67,7 +68,7 @@ class Annealer:
         offsets, best = pack(instance, codes)
         size = int(offsets[p])
         cells = lay_out(instance, codes, (seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1)
-        scores = vector([0] * 5)
+        scores, scratch = vector([0] * 5), vector([0] * scratch_size(scorer.tables, size))
         frozen = vector([0] * (3 * p))
         for r, (low, high, copies) in enumerate(frozen_blocks or ()):
             begin = int(offsets[r])
@@ -91,6 +92,9 @@ class Annealer:
                     self.exponential,
                     scorer.counts,
                     frozen,
+                    scratch,
+                    scorer.ends,
+                    scorer.limits,
                 )
             )
             if done_now < min(tries, done + chunk):

@@ -6,7 +6,7 @@ Plain loops over flat arrays that numba compiles where it is installed (`zbcompi
 from __future__ import annotations
 
 from zbcompile.planner.core.compiled import Vector, jit
-from zbcompile.planner.core.kernel import stays_legal
+from zbcompile.planner.core.kernel import evaluate_line, stays_legal
 from zbcompile.planner.core.tables import Tables
 from zbcompile.planner.improve.cells import (
     HIGH,
@@ -137,6 +137,19 @@ def _forget(cells: Vector) -> None:
 
 
 @jit
+def _settle(t: Tables, cells: Vector, offsets: Vector, scratch: Vector, ends: Vector, limits: Vector) -> None:
+    """Make the line the order at hand, from nothing.
+
+    Where stages cost something once a step, which `rebuild` and `retime` do not know, its score is that of
+    the whole clock.
+    """
+    rebuild(cells)
+    if t.has_steps:
+        cells[STATE, KEPT_SCORE] = evaluate_line(t, offsets, cells[LINE], scratch, ends, limits)
+        cells[STATE, KEPT_WORST] = scratch[3 * t.num_ranks]
+
+
+@jit
 def _try(
     t: Tables,
     cells: Vector,
@@ -145,11 +158,20 @@ def _try(
     counts: Vector,
     frozen_blocks: Vector,
     most: int,
+    scratch: Vector,
+    ends: Vector,
+    limits: Vector,
 ) -> bool:
     """Change the order at hand; keep the change if its score is at most ``most``. Return whether it is."""
     _change(cells, jumps)
     kept = False
-    if cells[STATE, TOUCHED] > 0 and _is_legal(t, cells, offsets, counts, frozen_blocks):
+    legal = cells[STATE, TOUCHED] > 0 and _is_legal(t, cells, offsets, counts, frozen_blocks)
+    if legal and t.has_steps:
+        score = evaluate_line(t, offsets, cells[LINE], scratch, ends, limits)
+        kept = 0 <= score <= most
+        if kept:
+            _settle(t, cells, offsets, scratch, ends, limits)
+    elif legal:
         begin, end = cells[STATE, PLACES], -1
         for c in range(cells[STATE, TOUCHED]):
             r = cells[STATE, TOUCHED + 1 + c]
@@ -184,6 +206,9 @@ def anneal(
     exponential: Vector,
     counts: Vector,
     frozen_blocks: Vector,
+    scratch: Vector,
+    ends: Vector,
+    limits: Vector,
 ) -> int:
     """Do the tries ``first`` to ``last`` of ``total``; return the next try.
 
@@ -216,9 +241,12 @@ def anneal(
         Buffer of `stays_legal`.
     frozen_blocks
         Per rank low, high and copies of a block (`_keep_block`); no copies for none.
+    scratch, ends, limits
+        Buffers of `evaluate_line`, which is asked where stages cost something once a step.
     """
     if first == 0:
-        scores[4] = scores[0] = rebuild(cells)
+        _settle(t, cells, offsets, scratch, ends, limits)
+        scores[4] = scores[0] = cells[STATE, KEPT_SCORE]
         scores[1] = cells[STATE, KEPT_WORST]
     for n in range(first, last):
         if scores[1] <= goal:
@@ -227,7 +255,7 @@ def anneal(
         most = cells[STATE, KEPT_SCORE] + int(
             heat * scores[4] * left * left * exponential[random_bits(cells) & 4095]
         )
-        if _try(t, cells, offsets, jumps, counts, frozen_blocks, most):
+        if _try(t, cells, offsets, jumps, counts, frozen_blocks, most, scratch, ends, limits):
             scores[3] += 1
             score, worst = cells[STATE, KEPT_SCORE], cells[STATE, KEPT_WORST]
             if worst < scores[1] or (worst == scores[1] and score < scores[0]):
@@ -240,8 +268,8 @@ def anneal(
             scores[2] = n
             for k in range(cells[STATE, PLACES]):
                 cells[LINE, k] = best[k]
-            rebuild(cells)
+            _settle(t, cells, offsets, scratch, ends, limits)
         elif scores[3] >= _KEPT:
             scores[3] = 0
-            rebuild(cells)
+            _settle(t, cells, offsets, scratch, ends, limits)
     return last
