@@ -12,7 +12,8 @@ Columns of the table, over rows and seeds: how often the part ran; how often it 
 won (it stands in the lineage of the order, or raised the bound of the certificate); how many of the plans
 that it changed were made without it, too; how often the value is worse or better without it; mean and worst
 loss of value without it; mean growth of the gap without it, in points of a per cent; processor seconds in it.
-Means are over the plans that were made without the part and those that it did not change.
+Means are over the plans that were made without the part and those that it did not change; dashes stand where
+none was made without it yet.
 """
 
 from __future__ import annotations
@@ -259,6 +260,8 @@ def _line(name: str, ran: Sequence[Plan], plans: dict[Key, Plan]) -> str:
         f"{100 * sum(gaps) / known:.3f}",
         f"{sum(made.cpu_s[name] for made in ran):.0f}",
     ]
+    if changed and not pairs:
+        cells[4:10] = "0-----"
     return f"| {' | '.join(map(str, cells))} |"
 
 

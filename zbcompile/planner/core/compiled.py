@@ -177,12 +177,13 @@ class _Kernel:
     def called_by_kernels(self) -> Any:
         """Return numba's function that other kernels call.
 
-        It is compiled without what Python and C would call it by, and is part of what is cached of those. A
-        constant among its arguments is of no type of its own: it would be compiled again for every constant.
+        It is the one that Python calls, if that is there. Else it is compiled without what Python and C would
+        call it by, and is part of what is cached of those kernels. A constant among its arguments is of no
+        type of its own: it would be compiled again for every constant.
         """
         if self.inner is None:
             unliteral = _numba().types.unliteral
-            self.inner = self.dispatcher(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+            self.inner = self.compiled or self.dispatcher(no_cpython_wrapper=True, no_cfunc_wrapper=True)
             template = self.inner.get_call_template
             self.inner.get_call_template = lambda args, kws: template(tuple(map(unliteral, args)), kws)
         return self.inner
