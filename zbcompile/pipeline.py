@@ -161,7 +161,7 @@ def compile(
         A `DeviceMesh` of all processes of the job, with dimensions ``pp`` (the ranks of a pipeline), ``dp``
         (replicas: each runs the same stages on rows of its own, and gradients are summed over them) or both,
         and further ones (``tp``) along which stages exchange data. All processes make the same calls, and run
-        one plan. See docs/training.md.
+        one plan. See docs/howto/data-parallel.md.
     data_group
         In place of ``mesh``, beside ``group``: the process group of the replicas of this process.
     seed
