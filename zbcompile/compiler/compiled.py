@@ -23,6 +23,7 @@ from zbcompile.compiler.model_guard import ModeGuard, ModelGuard
 from zbcompile.compiler.runs import Run
 from zbcompile.compiler.sharing import share_values, tell_evaluation
 from zbcompile.compiler.signature import described
+from zbcompile.compiler.updates import Updates
 from zbcompile.errors import UsageError
 from zbcompile.formats.measured_json import Measured
 from zbcompile.options import CompileOptions
@@ -62,6 +63,10 @@ class StepResult:
     metrics: Mapping[str, Tensor]
 
 
+class _Void(Exception):
+    """The step does not count."""
+
+
 class CompiledPipeline:
     """A captured, planned and loaded pipeline.
 
@@ -78,6 +83,8 @@ class CompiledPipeline:
         The module that owns all tensors of the pipeline: the model, and the loss if it has any.
     step_number
         Number of the next step.
+    updates
+        Steps of optimizers that may not be validated yet.
     """
 
     def __init__(self, options: CompileOptions, group: PipelineGroup | None, form: TrainingForm) -> None:
@@ -89,6 +96,7 @@ class CompiledPipeline:
         self.guard, self.mode = ModelGuard(options.model, options.loss_fn), ModeGuard()
         self._kept_gradients = KeptGradients()
         self.step_number = 0
+        self.updates = Updates()
         self._evaluations: dict[str, Evaluation] = {}
         self._attach(group)
 
@@ -100,6 +108,7 @@ class CompiledPipeline:
     def _attach(self, group: PipelineGroup | None) -> None:
         self.group = group
         self._forms, self._last = FormTable(self.options, group, self.first), self.first
+        self._forms.before_compiling = self.updates.settle_within_call
         self._kept = KeptBuffers(self.first.changed_buffers(self.runner.rank))
         if group is not None:
             group.calls.own_state = self._own_state
@@ -140,7 +149,22 @@ class CompiledPipeline:
     def run_step(
         self, batch: Batch, loss_scale: float, keep_results: bool, share_losses: bool = False
     ) -> StepResult:
-        """Run one step. Gradients, buffers and the step's number change together at its end, or not."""
+        """Run one step. Gradients, buffers and the step's number change together at its end, or not.
+
+        Where the weights that it began with do not stand, it is run again with those that do.
+        """
+        result = self._run_step(batch, loss_scale, keep_results, share_losses)
+        if result is None:
+            self.updates.leave()
+            result = self._run_step(batch, loss_scale, keep_results, share_losses)
+            assert result is not None
+        return result
+
+    def _run_step(
+        self, batch: Batch, loss_scale: float, keep_results: bool, share_losses: bool
+    ) -> StepResult | None:
+        """Run one step; return None, on all ranks alike, if it does not count (`Step.trial`)."""
+        trial = self.updates.current
         with self.runner.call(f"step {self.step_number}") as call:
             with call.checks():
                 self.mode.check()
@@ -149,7 +173,10 @@ class CompiledPipeline:
                     "share_losses": share_losses,
                     "loss_scale": loss_scale,
                     "step_number": self.step_number,
+                    "calls of optimizer_step": self.updates.state,
                 }
+                if trial is not None:
+                    trial.check_untouched()
                 parts = self._forms.parts(batch, agreed)
                 weights = self._weights([run for _, run in parts])
                 steps = self._steps(parts, weights, loss_scale, keep_results)
@@ -159,21 +186,31 @@ class CompiledPipeline:
                 self._check_weights(state)
                 self._kept_gradients.check(self.plan, self.spec, self.runner.rank, state)
                 self._check_read_buffers(self.staged.captured.read_buffers)
-            with self._kept.keep(state):
-                with torch_private.no_autocast():
-                    for (form, _), step in zip(parts, steps, strict=True):
-                        self._last = form
-                        sums = form.runner.run(step, state)
-                divisor = sum(len(step.batch) for step in steps) if self.options.scale_grads else None
-                gradients = divided(sums, parameters_of(state), divisor)
-                result = self._result(steps, weights, keep_results, share_losses)
-                call.finish(lambda: self._take_effect(gradients))
+            if trial is not None:
+                trial.before_forward()
+            try:
+                with self._kept.keep(state):
+                    with torch_private.no_autocast():
+                        for (form, _), step in zip(parts, steps, strict=True):
+                            self._last = form
+                            sums = form.runner.run(step, state)
+                    if trial is not None and trial.void(wait=True):
+                        raise _Void
+                    divisor = sum(len(step.batch) for step in steps) if self.options.scale_grads else None
+                    gradients = divided(sums, parameters_of(state), divisor)
+                    result = self._result(steps, weights, keep_results, share_losses)
+                    call.finish(lambda: self._take_effect(gradients))
+            except _Void:
+                assert trial is not None
+                call.finish(trial.settle)
+                return None
         return result
 
     def _take_effect(self, gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
         hand_over(gradients)
         self._kept.release()
         self.step_number += 1
+        self.updates.current = None
         run_hooks(parameter for parameter, _ in gradients)
 
     def _steps(
@@ -199,6 +236,7 @@ class CompiledPipeline:
                     metrics,
                     first,
                     sums,
+                    self.updates.current,
                 )
             )
             first += len(microbatches)
@@ -294,11 +332,18 @@ class CompiledPipeline:
 
     def _own_state(self) -> str:
         """Return what must be equal on all ranks, and may not be when some had finished a refused call."""
-        return json.dumps([self.step_number, list(self._evaluations), self._forms.names])
+        trial = self.updates.state[1]
+        return json.dumps([self.step_number, list(self._evaluations), self._forms.names, trial])
 
     def _follow_others(self, states: Sequence[str]) -> None:
-        """Take over the step's number, and keep the forms that all ranks have, in rank 0's order."""
+        """Take over the step's number, and keep the forms that all ranks have, in rank 0's order.
+
+        Weights that a rank has done with are on trial nowhere.
+        """
         rows = [json.loads(state) for state in states]
+        if len({row[3] for row in rows}) > 1:
+            self.updates.settle_within_call()
+            self.updates.current = None
         self.step_number = max(row[0] for row in rows)
         kept = [key for key in rows[0][1] if all(key in row[1] for row in rows)]
         for key in set(self._evaluations) - set(kept):
