@@ -1,4 +1,4 @@
-# make demo | make test | make test-compatible | make lint | make models | make clean
+# make demo | make test | make test-compatible | make lint | make docs | make models | make clean
 # Everything runs in a virtual environment made here from constraints.txt.
 #   make test TORCH=2.14.1     the same with another torch, in its own environment
 #   make test PYTHON=python3   with another interpreter (3.11 or newer)
@@ -8,6 +8,7 @@
 #   make prove N=2000          the last-round-trip bound against the exact model; FIRST=123 N=1 shows one problem
 #                              PROVE="--plans --seconds 10": plans under all send modes, and how many are proved
 #   make test-compatible       the bitwise tests of the passes under another instruction set
+#   make docs                  the documentation, to build/site/index.html; any warning is an error
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= 2.13.0
@@ -31,7 +32,7 @@ READY := $(VENV)/.ready-$(TORCH)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-compatible lint models kill fuzz prove install wheel clean
+.PHONY: demo test test-compatible lint docs models kill fuzz prove install wheel clean
 
 install: $(READY)
 
@@ -53,10 +54,17 @@ test-compatible: $(READY)
 	MKL_CBWR=COMPATIBLE $(BIN)/python -m pytest -n $(JOBS) $(COMPATIBLE) $(PYTEST_ARGS)
 
 lint: $(READY)
-	$(BIN)/ruff check zbcompile passes tests examples benchmarks
-	$(BIN)/ruff format --check zbcompile passes tests examples benchmarks
+	$(BIN)/ruff check zbcompile passes tests examples benchmarks docs
+	$(BIN)/ruff format --check zbcompile passes tests examples benchmarks docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+$(VENV)/.docs-$(TORCH): $(READY)
+	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs-$(TORCH)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 models: $(READY)
 	$(BIN)/python -m pytest -n $(JOBS) tests/pipeline/test_models.py -vv $(PYTEST_ARGS)

@@ -5,7 +5,7 @@
 
 The weights are random and the text is counted numbers, so nothing is downloaded. With your own, put
 `LlamaForCausalLM.from_pretrained(folder)` and a tokenizer in their place. The trained weights are written to
-the file that is named, for `safetensors.torch.load_model`. More: docs/huggingface.md.
+the file that is named, for `safetensors.torch.load_model`. More: docs/howto/huggingface.md.
 """
 
 from __future__ import annotations

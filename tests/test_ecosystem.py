@@ -18,7 +18,7 @@ from tests.support.clean_process import in_clean_process
 from tests.support.places import ROOT
 from zbcompile.runtime.launch import spawn
 
-DOCS = ROOT / "docs"
+DOCS = ROOT / "docs" / "howto"
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 

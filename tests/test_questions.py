@@ -1,4 +1,4 @@
-"""Every command of docs/questions.md prints what the page says; ``...`` stands for lines left out."""
+"""Every command of docs/howto/questions.md prints what the page says; ``...`` stands for lines left out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.support.places import ROOT
 from zbcompile.cli.main import main
 
-PAGE = (ROOT / "docs" / "questions.md").read_text()
+PAGE = (ROOT / "docs" / "howto" / "questions.md").read_text()
 BLOCKS = re.findall(r"^```\n\$ (.*)\n((?:.*\n)*?)```", PAGE, re.MULTILINE)
 SEARCHED = "placement v"
 """What begins a row that no proof ends: its numbers depend on how far the search gets."""

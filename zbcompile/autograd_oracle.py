@@ -1,8 +1,8 @@
 """The oracle: plain autograd on the untouched model, with the random numbers that a pipeline draws.
 
-A pipeline draws the masks of each (stage, microbatch) from a stream of its own (docs/runtime.md). To compare,
-the model runs as it is, in one process; only the generator is set to the next stage's stream when a stage
-has drawn its last. What a checkpoint computes again draws the same.
+A pipeline draws the masks of each (stage, microbatch) from a stream of its own
+(docs/reference/runtime.md). To compare, the model runs as it is, in one process; only the generator is set
+to the next stage's stream when a stage has drawn its last. What a checkpoint computes again draws the same.
 """
 
 from __future__ import annotations

@@ -127,8 +127,8 @@ def compile(
     microbatch_costs
         What each microbatch costs where they differ: a factor of all times, a pair of factors (times, bytes),
         or a `zbcompile.schedule.microbatches.MicrobatchCost` with one per stage. Their order is then planned,
-        and gradients are summed in it (`Pipeline.microbatch_order`); see docs/training.md. Default: as the
-        plan or profile file that was given says, else all alike.
+        and gradients are summed in it (`Pipeline.microbatch_order`); see docs/howto/training.md. Default: as
+        the plan or profile file that was given says, else all alike.
     memory_limit
         Bytes per rank, one for all or one each: parameters, gradients, optimizer state (two tensors per
         parameter), activations, and gradients that wait for their turn in the sum (``accumulate``). Not
@@ -138,7 +138,8 @@ def compile(
     objective
         ``span`` (steps follow each other without a meeting) or ``makespan`` (all ranks meet).
     transport
-        Send mode that is planned for: ``async``, ``rendezvous`` or ``batched``; see docs/runtime.md.
+        Send mode that is planned for: ``async``, ``rendezvous`` or ``batched``, defined in
+        docs/reference/send-modes.md.
     profile
         Costs to plan with: a `Profile` or a file, or a `Device` (``device_named("H100")``) to count them for.
         Default: the stages are measured here. A model on the meta device cannot be measured.
@@ -160,7 +161,7 @@ def compile(
         in bytes per second, or ``auto``: a level for each stage, chosen with the order. Default: what the
         plan or the profile says that was given, else ``auto`` under a ``memory_limit``, else ``none``.
     split_points, backend, verify
-        Of the stages; see docs/split.md.
+        Of the stages; see docs/reference/split.md.
     time_limit
         Seconds for the search.
     one_communicator
@@ -196,8 +197,8 @@ def compile(
         Only with one process per rank.
     gradient_dtype
         ``torch.float32``: gradients of narrower parameters (bfloat16, float16) are summed in float32 and
-        handed over so; ``param.grad`` is then wider than ``param``. See docs/runtime.md for the optimizer.
-        Default: gradients have the dtype of their parameter.
+        handed over so; ``param.grad`` is then wider than ``param``. docs/reference/runtime.md has the
+        optimizer. Default: gradients have the dtype of their parameter.
     accumulate
         ``order``: gradients of weights are summed in the order of the microbatches, with the bits of a plain
         loop. Where an order computes one out of turn it waits, and the plan counts it. ``memory``: each is
@@ -766,8 +767,8 @@ class Pipeline(Sequence[Stage]):
         Every rank calls it, with the same path and ``extra``, between two steps. The folder, which all ranks
         must be able to write, appears whole: where a rank is killed meanwhile, what was there before stays.
         Tensors stand in the format of ``torch.distributed.checkpoint`` under the names of the unpipelined
-        model and optimizer (docs/checkpoints.md), so any number of ranks and stages, or the plain model, goes
-        on with it.
+        model and optimizer (docs/howto/checkpoints.md), so any number of ranks and stages, or the plain
+        model, goes on with it.
 
         Parameters
         ----------

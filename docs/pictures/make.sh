@@ -1,5 +1,5 @@
 #!/bin/sh
-# Draws the pictures of docs/show.md: sh docs/pictures/make.sh (needs zbcompile and chromium).
+# Draws the pictures of docs/reference/show.md: sh docs/pictures/make.sh (needs zbcompile and chromium).
 set -e
 here=$(dirname "$0")
 work=$(mktemp -d)

@@ -186,7 +186,10 @@ def _nearest(order: CallOrder, position: int) -> str:
         found = [f"{names[cut.position]} ({cut.source})" for cut in near[:3]]
         return "the nearest legal cuts are before " + "; ".join(found) + _sizes_from_data(order)
     if order.cuts:
-        return "no module starts at a legal cut: give a function that chooses among the cuts (docs/split.md)"
+        return (
+            "no module starts at a legal cut: give a function that chooses among the cuts"
+            " (split_points=, docs/reference/split.md)"
+        )
     return "there is no legal cut" + _sizes_from_data(order)
 
 

@@ -12,6 +12,6 @@ from tests.support.places import ROOT
 @pytest.mark.timeout(200)
 def test_both_variants_end_in_the_same_weights_and_their_lines_are_those_of_the_docs() -> None:
     counts = in_clean_process(measure)
-    text = (ROOT / "docs/checkpoints.md").read_text()
+    text = (ROOT / "docs/howto/checkpoints.md").read_text()
     for name, count in counts.items():
         assert f"| {name} | {count} |" in text, (name, count)

@@ -56,7 +56,7 @@ def test_gradients_of_bfloat16_parameters_are_summed_and_handed_over_in_float32(
         assert torch.equal(parameter.grad, expected[name]), name
     pipeline.step(x, target=y)
     assert torch.equal(model.middle.weight.grad, 2 * expected["middle.weight"])
-    with pytest.raises(RuntimeError, match="dtype"):  # why docs/runtime.md trains main parameters instead
+    with pytest.raises(RuntimeError, match="dtype"):  # why the docs train main parameters
         torch.optim.AdamW(model.parameters()).step()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     plain = compiled(Chain().to(HALF), 2, dtype=HALF)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -18,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
+from tests.support.examples import load_example
 from tests.support.places import EXAMPLES, ROOT
 
 STEPS, KILL = int(os.environ.get("TRAIN_STEPS", "6")), int(os.environ.get("TRAIN_KILL", "3"))
@@ -34,12 +34,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def train() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("example_train", EXAMPLES / "train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("train")
 
 
 @pytest.fixture(scope="module")

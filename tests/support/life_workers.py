@@ -120,7 +120,7 @@ def plain_steps(model: nn.Module, steps: int) -> None:
 
 
 def main_parameter_steps(pipeline: zbcompile.Pipeline, steps: int) -> None:
-    """Train in float32 what runs in bfloat16, as docs/runtime.md says."""
+    """Train in float32 what runs in bfloat16, as docs/reference/runtime.md says."""
     x, y = (t.to(torch.bfloat16) for t in rows())
     own = dict(pipeline.named_parameters())
     main = {name: p.detach().float().requires_grad_() for name, p in own.items()}

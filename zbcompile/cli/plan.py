@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from zbcompile.cli.cut_inputs import load_cut_problems
 from zbcompile.cli.inputs import load_problem, parse_speeds
 from zbcompile.cli.shared_options import add_output, add_problem_options, add_search_options, positive, words
+from zbcompile.cli.short_form import add_cost_options
 from zbcompile.compiler.lower import lower
 from zbcompile.formats import schedule_json
 from zbcompile.formats.streams import rewrite_line, say
@@ -31,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.epilog = "Options win over what the profile file says."
     add_problem_options(parser)
+    add_cost_options(parser)
     parser.add_argument(
         "--stages",
         type=positive,

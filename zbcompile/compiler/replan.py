@@ -12,7 +12,6 @@ from zbcompile.compiler.remeasure import profile_of
 from zbcompile.errors import UsageError
 from zbcompile.formats import schedule_json
 from zbcompile.formats.measured_json import Measured
-from zbcompile.planner.plan import plan
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.schedule.event_graph import EventGraph
 from zbcompile.schedule.problem import Objective
@@ -69,6 +68,8 @@ def planned_anew(
     links
         Whether links were measured, too: each rank had a process of its own.
     """
+    from zbcompile.planner.plan import plan  # here, so that a pipeline with a given order needs no solver
+
     profile = profile_of(measured, running.schedule, running.problem, links=links)
     return plan(running.problem.with_(profile=profile), time_limit_s=time_limit_s, seed=seed)
 

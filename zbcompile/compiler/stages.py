@@ -73,8 +73,8 @@ def build_stages(
         The last stage computes ``loss_fn(output, target)``. Without it the model's own loss is looked for:
         the entry called loss, or a scalar result.
     split_points, recompute, backend
-        See docs/split.md; ``backend`` is one of `backends.BACKENDS`, ``recompute`` a level for all stages or
-        one for each.
+        See docs/reference/split.md; ``backend`` is one of `backends.BACKENDS`, ``recompute`` a level for
+        all stages or one for each.
     homes
         Per stage, names of parameters and buffers that it has: cut so that they stay there.
     device

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.errors import ShapeError, UsageError
+from zbcompile.runtime.by_hand import SavedForBackward, checked_gradients, checked_inputs
 from zbcompile.runtime.materialize import materialize
 from zbcompile.runtime.torch_private import module_tables
-from zbcompile.runtime.wiring import RunnableStage
+from zbcompile.runtime.wiring import PortLike, RunnableStage
 
 __all__ = ["Stage", "StateReader"]
 
@@ -20,6 +21,14 @@ class Stage(nn.Module):
     """One stage of a pipeline: a module that holds the model's own parameters and buffers, under their names.
 
     Calling it runs the stage's forward graph without autograd: inputs and outputs in the order of its ports.
+    F, B, W and BW of one microbatch can be called by hand, with the bits of autograd::
+
+        outputs, saved = stage.run_forward(*inputs)                     # F
+        input_grads, saved = stage.run_backward_input(saved, *grads)    # B
+        weight_grads = stage.run_backward_weight(saved)                 # W: name -> gradient
+
+    None of them records autograd's graph or touches ``param.grad``. Random numbers come from torch's own
+    generators (a step draws from a stream per stage and microbatch, docs/runtime.md).
 
     Parameters
     ----------
@@ -116,12 +125,105 @@ class Stage(nn.Module):
         self.follow(StateReader(model, self._held).read())
         return made
 
+    @property
+    def inputs(self) -> tuple[PortLike, ...]:
+        """What enters the stage, in order: name, shape, dtype, and whether B returns a gradient for it."""
+        return tuple(self.compiled.inputs)
+
+    @property
+    def outputs(self) -> tuple[PortLike, ...]:
+        """What leaves the stage, in order: name, shape, dtype, and whether B takes a gradient of it."""
+        return tuple(self.compiled.outputs)
+
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the outputs of the stage for one microbatch, in port order."""
+        """Return the outputs of the stage for one microbatch, in port order; nothing is kept."""
+        return self.run_forward(*inputs)[0]
+
+    def run_forward(self, *inputs: Tensor) -> tuple[tuple[Tensor, ...], SavedForBackward]:
+        """Run F on one microbatch.
+
+        Parameters
+        ----------
+        inputs
+            One tensor per port of `inputs`, of its shape and dtype.
+
+        Returns
+        -------
+        tuple
+            The outputs, one tensor per port of `outputs`; and what `run_backward_input` or
+            `run_full_backward` takes. Buffers that the model changes are changed.
+
+        Raises
+        ------
+        UsageError, ShapeError
+            Another number of tensors, or a tensor of another shape or dtype.
+        """
+        given = checked_inputs(self.index, self.inputs, inputs)
         state = dict(self.named_parameters()) | dict(self.named_buffers())
         with torch.no_grad():
-            outputs, _ = self.compiled.run_forward(state, list(inputs))
-        return tuple(outputs)
+            outputs, saved = self.compiled.run_forward(state, given)
+        return tuple(outputs), SavedForBackward(self.index, "F", saved)
+
+    def run_backward_input(
+        self, saved: SavedForBackward, *output_grads: Tensor | None
+    ) -> tuple[tuple[Tensor | None, ...], SavedForBackward]:
+        """Run B: the gradients of the stage's inputs.
+
+        Parameters
+        ----------
+        saved
+            What `run_forward` returned; it can be used once.
+        output_grads
+            One gradient per port of `outputs`, of its shape and dtype: the sum over all stages that use the
+            output. None stands for zeros, and for 1 where the output is the loss. All may be left out where
+            only the loss has a gradient.
+
+        Returns
+        -------
+        tuple
+            The gradients, one per port of `inputs`, None where the port has none; and what
+            `run_backward_weight` takes.
+
+        Raises
+        ------
+        UsageError, ShapeError
+            ``saved`` is another stage's or was used, or the gradients do not fit the outputs.
+        """
+        grads = checked_gradients(self.index, self.outputs, output_grads)
+        values = saved.take(self.index, "F", "run_backward_input")
+        with torch.no_grad():
+            input_grads, kept = self.compiled.run_backward_input(values, grads)
+        return tuple(input_grads), SavedForBackward(self.index, "B", kept)
+
+    def run_backward_weight(self, saved: SavedForBackward) -> dict[str, Tensor]:
+        """Run W: return the gradients of this microbatch, parameter name -> tensor of the parameter's shape.
+
+        Parameters
+        ----------
+        saved
+            What `run_backward_input` returned; it can be used once.
+
+        Raises
+        ------
+        UsageError
+            ``saved`` is another stage's or was used.
+        """
+        values = saved.take(self.index, "B", "run_backward_weight")
+        with torch.no_grad():
+            return self.compiled.run_backward_weight(values)
+
+    def run_full_backward(
+        self, saved: SavedForBackward, *output_grads: Tensor | None
+    ) -> tuple[tuple[Tensor | None, ...], dict[str, Tensor]]:
+        """Run BW, B and W in one: return what `run_backward_input` and `run_backward_weight` would return.
+
+        Parameters and errors are those of `run_backward_input`.
+        """
+        grads = checked_gradients(self.index, self.outputs, output_grads)
+        values = saved.take(self.index, "F", "run_full_backward")
+        with torch.no_grad():
+            input_grads, weights = self.compiled.run_full_backward(values, grads)
+        return tuple(input_grads), weights
 
     def extra_repr(self) -> str:
         """Return what goes in and out, for ``repr``."""

@@ -8,9 +8,10 @@ message has arrived, and before which of its actions::
     rendezvous  sends                its next action        one send holds the rank until it is received
     batched     sends and receives   its next compute       all between two compute actions is one exchange
 
-The event graph adds these waits, the planner's clock and the emitted program do them, and whether there are
-any decides which bounds, proofs and searches serve. A mode is data: a new one is one more object in
-`SEND_MODES`, from which formats, schemas and commands take the names.
+Actions of a stage as a whole (`zbcompile.schedule.stage_actions`) use a channel of their own and wait for
+none of them. The event graph adds these waits, the planner's clock and the emitted program do them, and
+whether there are any decides which bounds, proofs and searches serve. A mode is data: a new one is one more
+object in `SEND_MODES`, from which formats, schemas and commands take the names.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ from zbcompile.schedule.ir import Kind
 __all__ = ["ASYNC", "BATCHED", "RECEIVE_DEPTH", "RENDEZVOUS", "SEND_MODES", "SendMode", "send_mode"]
 
 RECEIVE_DEPTH = 2
-"""Receives posted ahead per channel. Two cost no time against unbounded buffers (docs/runtime.md)."""
+"""Receives posted ahead per channel. Two cost no time against unbounded buffers.
 
-_ALL = frozenset(Kind)
+See docs/reference/send-modes.md.
+"""
+
+_ALL = frozenset(kind for kind in Kind if not kind.is_of_stage)
 _COMPUTE = frozenset(kind for kind in Kind if kind.is_compute)
 _SENDS = frozenset(kind for kind in Kind if kind.is_send)
 

@@ -1,7 +1,7 @@
 """The explanation of an order as plain values: what ``zbcompile explain --json`` prints.
 
 Times are in ns, memory in bytes, shares are fractions, actions are written as in a schedule file.
-docs/questions.md lists the fields.
+docs/howto/questions.md lists the fields.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ stream waits for the receive just before the action that uses it. A communicator
 direction of each pair has its own, and no message waits behind one that it has nothing to do with.
 A posted receive occupies the GPU until its message comes; the program posts it no earlier than it must.
 
-Written against the documentation; not yet run on GPU (docs/runtime.md).
+Written against the documentation; not yet run on GPU (docs/limits.md).
 """
 
 from __future__ import annotations
