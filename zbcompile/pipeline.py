@@ -537,12 +537,12 @@ class Pipeline(Sequence[Stage]):
     def close(self) -> None:
         """End the watchdog and leave the pipeline's process groups. No step can run afterwards.
 
-        An `optimizer_step` that is not validated yet is validated before. Raises `PipelineError` if it cannot
-        be, because the pipeline has failed or a rank is lost; it is closed all the same.
+        An `optimizer_step` that is not validated yet is validated before, unless the pipeline has failed.
+        Raises `PipelineError` if a rank is lost meanwhile; it is closed all the same.
         """
         try:
-            if not self._closed and self._compiled is not None:
-                self._compiled.updates.settle(self._compiled.group)
+            if not self._closed and self.failed is None:
+                self._settle_own()
         finally:
             self._leave()
 

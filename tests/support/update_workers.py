@@ -28,56 +28,56 @@ MAX_NORM = 1.1
 RATE = 0.05
 
 State = dict[str, Tensor]
-Make = Callable[[Iterable[nn.Parameter]], list[Optimizer]]
+Named = Iterable[tuple[str, nn.Parameter]]
 
 
-def one(kind: type[Optimizer], **options: Any) -> Make:
-    """Return what makes one optimizer, with the matrices in a group of their own."""
-
-    def make(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
-        own = list(parameters)
-        groups = [
-            {"params": [p for p in own if p.ndim > 1], "lr": RATE / 2},
-            {"params": [p for p in own if p.ndim < 2]},
-        ]
-        return [kind(groups, lr=RATE, **options)]
-
-    return make
+def groups(named: Named) -> list[Optimizer]:
+    """Return AdamW with the matrices in a group of their own."""
+    own = [p for _, p in named]
+    matrices = {"params": [p for p in own if p.ndim > 1], "lr": RATE / 2}
+    return [torch.optim.AdamW([matrices, {"params": [p for p in own if p.ndim < 2]}], lr=RATE, foreach=True)]
 
 
-def muon(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
-    """Return Muon for the matrices and AdamW for the rest."""
-    own = list(parameters)
-    return [
-        torch.optim.Muon([p for p in own if p.ndim == 2], lr=RATE),
-        torch.optim.AdamW([p for p in own if p.ndim != 2], lr=RATE),
-    ]
+def one_each(named: Named) -> list[Optimizer]:
+    """Return an optimizer for every parameter, each of another kind."""
+    optim = torch.optim
+    makers: dict[str, Callable[[list[Tensor]], Optimizer]] = {
+        "table.weight": lambda own: optim.SGD(own, RATE, momentum=0.9, nesterov=True, foreach=True),
+        "table.bias": lambda own: optim.Adam(own, RATE, amsgrad=True),
+        "middle.weight": lambda own: optim.Muon(own, RATE),
+        "middle.bias": lambda own: optim.NAdam(own, RATE),
+        "more.weight": lambda own: optim.Adafactor(own, RATE),
+        "more.bias": lambda own: optim.Rprop(own, RATE),
+        "last.weight": lambda own: optim.AdamW(own, RATE, fused=True),
+        "last.bias": lambda own: optim.ASGD(own, RATE, t0=2),
+    }
+    return [makers[name]([parameter]) for name, parameter in named]
 
 
-MAKERS: dict[str, Make] = {
-    "sgd": one(torch.optim.SGD),
-    "momentum": one(torch.optim.SGD, momentum=0.9, weight_decay=0.1),
-    "nesterov": one(torch.optim.SGD, momentum=0.9, nesterov=True, foreach=True),
-    "adam": one(torch.optim.Adam, amsgrad=True),
-    "adamw": one(torch.optim.AdamW, foreach=True),
-    "fused": one(torch.optim.AdamW, fused=True),
-    "nadam": one(torch.optim.NAdam),
-    "radam": one(torch.optim.RAdam),
-    "adamax": one(torch.optim.Adamax),
-    "adadelta": one(torch.optim.Adadelta),
-    "adagrad": one(torch.optim.Adagrad),
-    "asgd": one(torch.optim.ASGD, t0=2),
-    "rmsprop": one(torch.optim.RMSprop, centered=True, momentum=0.9),
-    "rprop": one(torch.optim.Rprop),
-    "adafactor": one(torch.optim.Adafactor),
-    "muon": muon,
-}
+def one_each_of_others(named: Named) -> list[Optimizer]:
+    """Do the same with further kinds."""
+    optim = torch.optim
+    makers: dict[str, Callable[[list[Tensor]], Optimizer]] = {
+        "table.weight": lambda own: optim.RAdam(own, RATE),
+        "table.bias": lambda own: optim.Adamax(own, RATE),
+        "middle.weight": lambda own: optim.Adadelta(own, RATE),
+        "middle.bias": lambda own: optim.Adagrad(own, RATE),
+        "more.weight": lambda own: optim.RMSprop(own, RATE, centered=True, momentum=0.9),
+        "more.bias": lambda own: optim.SGD(own, RATE, momentum=0.9, dampening=0.1),
+        "last.weight": lambda own: optim.SGD(own, RATE, fused=True),
+        "last.bias": lambda own: optim.Adam(own, RATE, weight_decay=0.1),
+    }
+    return [makers[name]([parameter]) for name, parameter in named]
+
+
+Make = Callable[[Named], list[Optimizer]]
+MAKERS: dict[str, Make] = {make.__name__: make for make in (groups, one_each, one_each_of_others)}
 
 
 def plain(make: Make) -> tuple[State, list[float]]:
     """Train without a pipeline; return the weights and the norms."""
     model, (x, y) = Chain(), rows()
-    optimizers = make(model.parameters())
+    optimizers = make(model.named_parameters())
     rates, norms = [ExponentialLR(o, 0.9) for o in optimizers], []
     for number, factor in enumerate(FACTORS):
         for a, b in zip(x.chunk(NUM_MICROBATCHES), (y * factor).chunk(NUM_MICROBATCHES), strict=True):
@@ -102,7 +102,7 @@ def plain(make: Make) -> tuple[State, list[float]]:
 def piped(pipeline: zbcompile.Pipeline, make: Make) -> tuple[State, list[Update]]:
     """Do the same on a pipeline; return this process's weights and what came of the updates."""
     x, y = rows()
-    optimizers = make(pipeline.parameters())
+    optimizers = make(pipeline.named_parameters())
     rates, updates = [ExponentialLR(o, 0.9) for o in optimizers], []
     for number, factor in enumerate(FACTORS):
         pipeline.step(x, target=y * factor)
@@ -115,20 +115,20 @@ def piped(pipeline: zbcompile.Pipeline, make: Make) -> tuple[State, list[Update]
 
 
 def train_all(rank: int) -> dict[str, Any]:
-    """Train with every optimizer, without a barrier, each from the same weights; AdamW also with one."""
+    """Train with every optimizer, without a barrier, each from the same weights; also with one."""
     found: dict[str, Any] = {}
     for tied in (False, True):
         model = Chain(tied)
         pipeline = compiled(model, 4, post_validation=True)
         first = {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
-        for name in ("adamw", "muon") if tied else MAKERS:
+        for name in ("groups",) if tied else MAKERS:
             pipeline.load_state_dict(first)
             state, updates = piped(pipeline, MAKERS[name])
             decided = [(float(u.norm), u.clipped, u.skipped) for u in updates]
             found[f"{name} tied" if tied else name] = state, decided
         pipeline.close()
     with compiled(Chain(), 4) as pipeline:
-        state, updates = piped(pipeline, MAKERS["adamw"])
+        state, updates = piped(pipeline, MAKERS["groups"])
         found["barrier"] = state, [(float(u.norm), u.clipped, u.skipped) for u in updates]
     return found
 
@@ -185,15 +185,15 @@ def lived(pipeline: zbcompile.Pipeline) -> dict[str, Any]:
     return seen
 
 
-def live(rank: int) -> dict[str, Any]:
-    """Live on four ranks without a barrier; then with a rank that trains nothing."""
+def live(rank: int, folder: str) -> dict[str, Any]:
+    """Live on four ranks without a barrier, also with one that trains nothing; see what may go wrong."""
     with compiled(Noisy(), 4, post_validation=True) as pipeline:
         seen = lived(pipeline)
     model = Chain()
     model.middle.requires_grad_(False)
     with compiled(model, 4, post_validation=True) as pipeline:
         seen["half frozen"] = half_frozen(pipeline)
-    return seen
+    return {**seen, **differ(rank), "again": meet_nobody(rank, folder)}
 
 
 def half_frozen(pipeline: zbcompile.Pipeline) -> State:
