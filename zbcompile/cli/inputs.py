@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from zbcompile.cli.short_form import check_relative_caps, short_profile, states_costs
 from zbcompile.errors import UsageError
 from zbcompile.formats import problem_json, profile_json
+from zbcompile.formats.amounts import TIME
 from zbcompile.formats.detect import load_schedule
 from zbcompile.formats.files import read_text
 from zbcompile.formats.profile_json import ProfileFile
@@ -20,6 +21,7 @@ from zbcompile.schedule.ir import PLACEMENTS, Placement
 from zbcompile.schedule.limits import MAX_AMOUNT, check_plannable
 from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.replay import JITTERS, Jitter
 from zbcompile.schedule.speeds import speeds_of
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ __all__ = [
     "load_scheduled",
     "parse_bytes",
     "parse_caps",
+    "parse_jitter",
     "parse_placement",
     "parse_speeds",
     "parse_time",
@@ -156,6 +159,23 @@ def parse_time(text: str, whole_ns: int) -> int:
     if unit not in _TIMES:
         raise UsageError(f"{unit[:20]!r} is no unit of time", needed="ns, us, ms, s or %")
     return int(number * _TIMES[unit])
+
+
+def parse_jitter(text: str) -> Jitter:
+    """Read what latencies are drawn from: ``5ms`` or ``exponential:5ms`` on the mean, or ``uniform:5ms``.
+
+    Raises
+    ------
+    UsageError
+        It is no time, or the distribution is not known.
+    """
+    kind, colon, time = text.rpartition(":")
+    try:
+        return Jitter(kind if colon else next(iter(JITTERS)), TIME.read(time.strip()))
+    except UsageError as error:
+        raise UsageError(
+            error.what, where="--jitter", needed=error.needed, fix="write 5ms or uniform:5ms"
+        ) from None
 
 
 def parse_placement(text: str, num_stages: int) -> Placement:

@@ -23,6 +23,7 @@ __all__ = [
     "EACH",
     "MAX_COLUMNS",
     "Parser",
+    "add_jitter",
     "add_output",
     "add_profile",
     "add_problem_options",
@@ -100,6 +101,17 @@ def add_search_options(parser: argparse.ArgumentParser, time_limit_s: float, tim
     """Add the time limit of a search and its seed."""
     parser.add_argument("--time-limit", type=seconds, default=time_limit_s, metavar="S", help=time_limit_help)
     parser.add_argument("--seed", type=seed, default=0, help="same seed, same bytes (0)")
+
+
+def add_jitter(parser: argparse.ArgumentParser) -> None:
+    """Add ``--jitter``, which `zbcompile.cli.inputs.parse_jitter` reads."""
+    parser.add_argument(
+        "--jitter",
+        type=words,
+        metavar="T",
+        help="what is left of the gain over 1F1B under random latency, in place of the profile's: "
+        "5ms on the mean (exponential:5ms), or uniform:5ms",
+    )
 
 
 def add_schedule_input(parser: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
@@ -406,6 +407,27 @@ class EventGraph:
                     order.append(after)
         self._sorted, self._start = order, start
         return order
+
+    def reweighted(self, successors: Mapping[int, list[tuple[int, int]]]) -> EventGraph:
+        """Return this graph with other weights of the same edges, for which its order is not sought again.
+
+        Parameters
+        ----------
+        successors
+            The new edges of some nodes. The graph has no cycle.
+        """
+        other = copy(self)
+        other.successors = list(self.successors)
+        for node, edges in successors.items():
+            other.successors[node] = edges
+        start = [0] * len(self.duration)
+        for node in self._order():
+            begin = start[node]
+            for after, weight in other.successors[node]:
+                if begin + weight > start[after]:
+                    start[after] = begin + weight
+        other._start = start
+        return other
 
     def earliest(self) -> list[int] | None:
         """Return the earliest start of every node in ns, or None when the graph has a cycle."""
