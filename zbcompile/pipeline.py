@@ -56,6 +56,7 @@ from zbcompile.schedule.sum_order import sum_order
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from zbcompile.passes.partition.partition import Policy
     from zbcompile.passes.split.split_backward import Recompute
@@ -82,6 +83,8 @@ def compile(
     num_ranks: int | None = None,
     group: ProcessGroup | None = None,
     plan_group: ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    data_group: ProcessGroup | None = None,
     seed: int = 0,
     recompute: Recompute | None = None,
     split_points: Sequence[str] | Policy | None = None,
@@ -153,13 +156,22 @@ def compile(
     plan_group
         The process group of a job in which several pipelines of the same form run side by side (replicas),
         each with its own ``group``: all of its processes compile at the same time, and run the plan that its
-        first one makes. Default: each pipeline makes its own.
+        first one makes. Default: each pipeline makes its own, or with ``mesh`` or ``data_group`` all of them
+        together.
+    mesh
+        A `DeviceMesh` of all processes of the job, with dimensions ``pp`` (the ranks of a pipeline), ``dp``
+        (replicas: each runs the same stages on rows of its own, and gradients are summed over them) or both,
+        and further ones (``tp``) along which stages exchange data. All processes make the same calls, and run
+        one plan. See docs/training.md.
+    data_group
+        In place of ``mesh``, beside ``group``: the process group of the replicas of this process.
     seed
         Of the random streams (dropout) and of the search.
     recompute
-        What stages compute again in their backward to hold less: ``none``, ``min_memory``, ``full``, a price
-        in bytes per second, or ``auto``: a level for each stage, chosen with the order. Default: what the
-        plan or the profile says that was given, else ``auto`` under a ``memory_limit``, else ``none``.
+        What stages compute again in their backward to hold less: ``none``, ``regather`` (all-gathers over a
+        group), ``min_memory``, ``full``, a price in bytes per second, or ``auto``: a level for each stage,
+        chosen with the order. Default: what the plan or the profile says that was given, else ``auto`` under
+        a ``memory_limit``, else ``none``.
     split_points, backend, verify
         Of the stages; see docs/reference/split.md.
     time_limit
@@ -263,6 +275,8 @@ def compile(
         num_ranks=num_ranks,
         group=group,
         plan_group=plan_group,
+        mesh=mesh,
+        data_group=data_group,
         seed=seed,
         split_points=split_points,
         backend=backend,
@@ -346,6 +360,7 @@ class Pipeline(Sequence[Stage]):
         metrics: dict[str, Tensor] | None = None,
         share_losses: bool = False,
         return_outputs: bool = False,
+        reduce: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run one training step on a whole batch: forward and backward of all microbatches.
@@ -366,11 +381,16 @@ class Pipeline(Sequence[Stage]):
             Gets what the loss function returns beside the loss, by name: tensors joined along the batch,
             scalars stacked; on the process that computes them.
         share_losses
-            Whether losses and metrics go to all ranks; all must ask alike.
+            Whether losses and metrics go to all ranks, those of one replica after the other; all must ask
+            alike.
         return_outputs
             Whether the result is wanted. If so, the parts of all microbatches are held to the end of the
             step and then joined: at most twice the bytes of the whole batch's result, which neither plan nor
             ``memory_limit`` counts. ``losses`` needs none of it.
+        reduce
+            Whether gradients are summed over the replicas of ``compile(mesh=)``. With False they wait in the
+            pipeline, and the next step that reduces hands them over with its own, in ``param.grad``: so
+            several steps have one reduction. Nothing waits where there are no replicas.
 
         Returns
         -------
@@ -403,7 +423,7 @@ class Pipeline(Sequence[Stage]):
                 "the loss depends on no parameter that requires a gradient",
                 fix="let a parameter require a gradient, or call eval()",
             )
-        result = compiled.run_step(batch, self.loss_scale, return_outputs, share_losses)
+        result = compiled.run_step(batch, self.loss_scale, return_outputs, share_losses, reduce)
         return _handed_out(result, losses, metrics)
 
     def eval(
@@ -591,7 +611,7 @@ class Pipeline(Sequence[Stage]):
 
     @property
     def rank(self) -> int | None:
-        """This process's rank of the pipeline; None when all ranks run here."""
+        """This process's rank in its pipeline; None when all ranks run here."""
         return self._ready().runner.rank
 
     @property
@@ -635,7 +655,9 @@ class Pipeline(Sequence[Stage]):
                     yield name, parameter
 
     def zero_grad(self) -> None:
-        """Forget all gradients of this process."""
+        """Forget all gradients of this process, those of steps with ``reduce=False`` included."""
+        if self._compiled is not None:
+            self._compiled.forget_unreduced()
         parameters = self.parameters() if self._compiled is None else (p for _, p in self._own_parameters())
         for parameter in parameters:
             parameter.grad = None

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from tests.support.life_workers import Chain, compiled, rows
 from zbcompile.compiler.optimizer_snapshot import REVERSIBLE, Options, Snapshot, check_reversible
 from zbcompile.errors import PipelineError, UsageError
+from zbcompile.options import CompileOptions
 
 optim = torch.optim
 FORMS: list[tuple[type[Optimizer], dict[str, Any]]] = [
@@ -194,3 +195,10 @@ def test_the_plan_counts_the_snapshot_once() -> None:
     assert [s.static_bytes for s in again.profile.stages] == [s.static_bytes for s in counted.profile.stages]
     with pytest.raises(UsageError, match="post_validation must be True or False"):
         compiled(Chain(), post_validation=1)
+
+
+@pytest.mark.parametrize("beside", ["plan_group", "mesh", "data_group"])
+def test_several_pipelines_are_refused(beside: str) -> None:
+    given = {"group": object()} if beside == "data_group" else {}
+    with pytest.raises(UsageError, match=rf"post_validation is for one pipeline by itself.*\({beside}\)"):
+        CompileOptions(model=Chain(), num_stages=2, post_validation=True, **given, **{beside: object()})  # type: ignore[arg-type]

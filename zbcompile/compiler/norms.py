@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from zbcompile.compiler.peers import refuse_shards
 from zbcompile.errors import PipelineError, UsageError
 from zbcompile.runtime.group import PipelineGroup
 
@@ -61,6 +62,7 @@ def gradient_norms(
     """
     found = own_norms(own, norm_type)
     if group is not None:
+        refuse_shards(group, asked)
         with group.calls.meeting(asked):
             texts = group.gather(norms_text(found, asked), "the norms of gradients")
         found = norms_of_texts(texts, found, asked)
