@@ -154,8 +154,20 @@ def _time_stage(
                 found.append(times)
         if turn and time.perf_counter() - began > limit_s:
             break
-    medians = [[int(statistics.median(c)) for c in zip(*found, strict=True)] for found in samples]
-    return outputs, [(f, b, w, bw) for f, b, w, bw in medians]
+    return outputs, [_medians(way, found) for way, found in zip(ways, samples, strict=True)]
+
+
+def _medians(stage: StageGraphs, samples: Sequence[tuple[int, int, int, int]]) -> tuple[int, int, int, int]:
+    """Return the median times; W and BW of a stage whose inputs want no gradient are the same calls."""
+    f, b, w, bw = ([int(ns) for ns in column] for column in zip(*samples, strict=True))
+    if not any(port.has_gradient for port in stage.inputs):
+        w = bw = [*w, *bw]
+    return (
+        int(statistics.median(f)),
+        int(statistics.median(b)),
+        int(statistics.median(w)),
+        int(statistics.median(bw)),
+    )
 
 
 def _time_once(
