@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zbcompile.runtime.calls import Call
 from zbcompile.runtime.channels.channel import Ticket, describe
+from zbcompile.runtime.channels.choice import make_channels
 from zbcompile.runtime.channels.gloo import BrokenChannelError, GlooChannels
 from zbcompile.runtime.channels.nccl import NcclChannels
 from zbcompile.runtime.doing import NOBODY, Doing
@@ -64,7 +65,7 @@ class DistributedRunner(Runner):
             return
         if self._channels is not None:
             self._channels.close()
-        self._channels = _channels(self.group, self._spec, self._device)
+        self._channels = make_channels(self.group, self._spec, self._device)
         self._made_at = self.group.calls.renewals
         self.end = Rank(self.rank, self._spec, {}, self._channels, self._device)
 
@@ -141,7 +142,3 @@ class DistributedRunner(Runner):
     def _abandon(self, fatal: bool) -> None:
         if self._channels is not None:
             self._channels.abandon()
-
-
-def _channels(group: PipelineGroup, spec: PipelineSpec, device: torch.device) -> GlooChannels | NcclChannels:
-    return NcclChannels(group, spec, device) if device.type == "cuda" else GlooChannels(group)
