@@ -4,7 +4,7 @@
     python benchmarks/planner.py ablate --help      what each part of the planner is worth
 
 Prints for every row: ours, the peer's figure, the bound, the gap, wall and processor seconds. Times
-in milliseconds. Sections: paper, makespan, starved, v, v_min, looped, variants, unequal (stages),
+in milliseconds. Sections: paper, makespan, starved, v, v_min, peers, looped, variants, unequal (stages),
 unequal_microbatches, large, cuts. Default: all.
 """
 
@@ -17,6 +17,7 @@ import resource
 import statistics
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,28 @@ def v(first: int, count: int) -> None:
             gaps += [certificate.gap] if at_cap_p else []
     print(f"v: longer than the peer's: {', '.join(longer) or 'none'}")
     print(f"v: makespan at cap p, largest gap: {max(gaps, default=0):.2%}")
+
+
+def peers(first: int, count: int) -> None:
+    """Every V order of the peers at its memory, by counted tries: mean gaps, and what is longer.
+
+    The tries are those of ten seconds on a free core, so the values do not depend on what else runs.
+    """
+    gaps: dict[tuple[str, str], list[float]] = defaultdict(list)
+    longer = []
+    for row, name in list(v_rows())[first : first + count]:
+        schedule = row["schedules"][name]
+        for objective, field in (("span", "longest_stage"), ("makespan", "makespan")):
+            problem, peer = peer_problem(row, schedule["peak_over_MB"], objective), schedule[field] * 1000
+            solution, wall, cpu = timed(problem, 600, level=1)
+            label = f"{row['set']} {row['cost']} p={row['p']} m={row['m']} {name} {objective}"
+            line(label, solution, wall, cpu, peer)
+            gaps[name, objective].append(solution.certificate.gap)
+            longer += [label] if solution.certificate.value_ns > peer else []
+    for (name, objective), found in sorted(gaps.items()):
+        said = f"gap mean {statistics.mean(found):.2%}, worst {max(found):.2%}"
+        print(f"peers: {name} {objective}: {found.count(0)} of {len(found)} proved, {said}")
+    print(f"peers: longer than the peer's: {', '.join(longer) or 'none'}")
 
 
 def v_min(count: int) -> None:
@@ -364,7 +387,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("sections", nargs="*")
     parser.add_argument("--rows", type=int, default=10_000, help="rows per section")
-    parser.add_argument("--first", type=int, default=0, help="rows to leave out of section v")
+    parser.add_argument("--first", type=int, default=0, help="rows to leave out of sections v and peers")
     arguments = parser.parse_args()
     sections = {
         "paper": paper,
@@ -378,6 +401,7 @@ def main() -> None:
         "cuts": cuts,
         "v": lambda: v(arguments.first, arguments.rows),
         "v_min": lambda: v_min(arguments.rows),
+        "peers": lambda: peers(arguments.first, arguments.rows),
     }
     unknown = [name for name in arguments.sections if name not in sections]
     if unknown:

@@ -10,6 +10,11 @@ then waits for its sends and reduces its gradients. Stretches that repeat with o
 A verb that may have to wait is a generator, called with ``yield from``; it yields the message that it waits
 for. So the same text runs in one process, where ranks take turns, and with one process per rank.
 
+The verbs of a stage as a whole start something and do not wait, so they are plain calls with the stage alone:
+``rank.unshard(2)`` begins to gather parameters, and the first forward of stage 2 waits for them;
+``rank.reduce_grad(2)`` begins to reduce gradients, and ``reduce_gradients`` at the step's end waits for that;
+``rank.reshard(2)`` lets the gathered parameters go.
+
 Nothing but words of this file and integers reaches the text, whatever file the schedule came from. No torch
 is loaded.
 """
@@ -38,6 +43,9 @@ _VERBS = {
     Kind.RECV_F: "rank.recv_forward",
     Kind.SEND_B: "yield from rank.send_backward",
     Kind.RECV_B: "rank.recv_backward",
+    Kind.UNSHARD: "rank.unshard",
+    Kind.RESHARD: "rank.reshard",
+    Kind.REDUCE_GRAD: "rank.reduce_grad",
 }
 
 
@@ -193,5 +201,7 @@ def _line(action: Action | None, settle: str) -> str:
 
 
 def _call(action: Action, microbatch: str) -> str:
+    if action.kind.is_of_stage:
+        return f"{_VERBS[action.kind]}({action.stage})"
     peer = "" if action.peer is None else f", {action.peer}"
     return f"{_VERBS[action.kind]}({action.stage}, {microbatch}{peer})"

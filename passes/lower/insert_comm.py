@@ -8,7 +8,8 @@ Contract in: a legal compute order. Contract out: the compute actions of each ra
 event graph with that many receives posted ahead and that many send slots has no cycle, so that no timing can
 make it hang. Of all such pairs that are tried it is the smallest that costs no time against unbounded
 buffers. Both numbers bound the memory that messages hold. Rules and proof:
-`zbcompile.schedule.communication`, docs/reference/send-modes.md. No torch is loaded.
+`zbcompile.schedule.communication`, docs/reference/send-modes.md. Stages that cost something once a step get
+their actions (`zbcompile.schedule.stage_actions`), and times count them. No torch is loaded.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from zbcompile.schedule.event_graph import EventGraph, describe_wait
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import timeline_of
+from zbcompile.schedule.stage_actions import has_step_costs, with_stage_actions
 
 __all__ = ["CommSchedule", "insert_comm", "keep_comm"]
 
@@ -80,18 +82,18 @@ def insert_comm(
         The send mode would deadlock; names the chain of waits.
     """
     if one_communicator:
-        placed = insert_in_total_order(schedule, problem)
+        placed = with_stage_actions(insert_in_total_order(schedule, problem), problem)
         return CommSchedule(placed, None, _unbounded_value(placed, problem, True), True)
     if problem.sends.holds_rank:
-        placed = insert_communication(schedule, problem)
+        placed = _placed(schedule, problem)
         return CommSchedule(placed, None, _unbounded_value(placed, problem))
-    alike = not problem.microbatch_costs
+    alike = not problem.microbatch_costs and not has_step_costs(problem)
     if alike and is_well_formed(schedule.compute_only(), problem):
         clock = SlotClock(schedule.compute_only(), problem)
         return _fewest(schedule, problem, lambda depth: clock.placed(depth).value, compute_ns)
 
     def by_graph(depth: int) -> Callable[[int | None], int | None]:
-        placed = insert_communication(schedule, problem, depth)
+        placed = _placed(schedule, problem, depth)
         return lambda slots: _value(placed, problem, slots)
 
     return _fewest(schedule, problem, by_graph, compute_ns)
@@ -116,14 +118,19 @@ def _fewest(
         for slots in tried:
             value = value_of(slots)
             if value is not None and value == compute_ns:
-                return CommSchedule(insert_communication(schedule, problem, depth), slots, value)
+                return CommSchedule(_placed(schedule, problem, depth), slots, value)
             if least is None:
                 least = timed(_everything(problem))(None)
                 if least is None:
                     return _unbounded(schedule, problem)
             if value is not None and value <= least:
-                return CommSchedule(insert_communication(schedule, problem, depth), slots, value)
+                return CommSchedule(_placed(schedule, problem, depth), slots, value)
     return _unbounded(schedule, problem)
+
+
+def _placed(schedule: Schedule, problem: Problem, depth: int | None = None) -> Schedule:
+    """Put in the communication, and the actions of stages as a whole."""
+    return with_stage_actions(insert_communication(schedule, problem, depth), problem)
 
 
 def _everything(problem: Problem) -> int:
@@ -133,7 +140,7 @@ def _everything(problem: Problem) -> int:
 
 def _unbounded(schedule: Schedule, problem: Problem) -> CommSchedule:
     """Put in the communication with all receives posted at the start and any number of send slots."""
-    placed = insert_communication(schedule, problem, _everything(problem))
+    placed = _placed(schedule, problem, _everything(problem))
     return CommSchedule(placed, None, _unbounded_value(placed, problem))
 
 
@@ -145,6 +152,7 @@ def keep_comm(schedule: Schedule, problem: Problem) -> CommSchedule:
     CheckError
         The messages of the order can hang; names the chain of waits.
     """
+    schedule = with_stage_actions(schedule, problem)
     least = _unbounded_value(schedule, problem)
     if problem.sends.holds_rank:
         return CommSchedule(schedule, None, least)

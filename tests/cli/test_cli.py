@@ -27,7 +27,7 @@ from zbcompile.planner.core.instance import to_schedule
 from zbcompile.planner.starts.classic import zb_h1
 from zbcompile.schedule.costs import Edge, Profile, StageCost
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
-from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.problem import TRANSPORTS, Problem
 from zbcompile.schedule.simulate import simulate
 from zbcompile.schedule.solution import Certificate
 
@@ -398,11 +398,11 @@ def test_convert_goes_round(capsys, schedule_path: Path, tmp_path: Path) -> None
 
 def test_what_is_left_out_of_a_csv_is_said(capsys, tmp_path: Path) -> None:
     path = tmp_path / "sharded.csv"
-    path.write_text("0UNSHARD,0F0,0B0,0REDUCE_GRAD\n")
+    path.write_text("0UNSHARD,0F0,0RESHARD,0UNSHARD,0B0,0REDUCE_GRAD,0RESHARD\n")
     code, out, err = run(capsys, "convert", path, "--to", "text")
     assert code == 0
-    assert out.endswith("rank 0: 0F0 0BW0\n")
-    assert "left out 2 actions of sharded parameters, such as 0UNSHARD" in err
+    assert out.endswith("rank 0: 0UNSHARD 0F0 0BW0 0REDUCE_GRAD 0RESHARD\n")
+    assert "left out 2 actions that gather or free parameters again, such as 0RESHARD" in err
 
 
 def test_compare_shows_every_order_and_ours_at_equal_memory(capsys, profile_path: Path) -> None:
@@ -421,6 +421,42 @@ def test_compare_shows_every_order_and_ours_at_equal_memory(capsys, profile_path
     for row in rows.values():
         assert row["bound_ns"] <= row["ours_ns"] <= row["span_ns"]
     assert not rows["GPipe"]["fits"]
+
+
+def test_compare_shows_choices_of_splits_under_every_send_mode_and_says_why(capsys, profile_path) -> None:
+    words = ("compare", profile_path, "--transport", "each", "--microbatches", "4", "--time-limit", ".3")
+    code, out, err = run(capsys, *words)
+    assert (code, err) == (0, "")
+    for mode in TRANSPORTS:
+        assert out.count(f"{mode}: rank ") == 3
+    for name in ("none split", "all split", "rule of thumb", "zbcompile"):
+        assert out.count(f" {name} ") == 3
+    code, out, _ = run(capsys, *words, "--json")
+    found = json.loads(out)["transports"]
+    assert [made["transport"] for made in found] == list(TRANSPORTS)
+    for made in found:
+        assert len(made["rows"]) == 4
+        assert [rank["rank"] for rank in made["ranks"]] == [0, 1, 2]
+        assert all(made["bound_ns"] <= row["value_ns"] for row in made["rows"])
+
+
+def test_compare_rehearses_choices_of_splits_and_refuses_what_it_cannot(capsys, tmp_path: Path) -> None:
+    stage, path = StageCost(3_000_000, 3_000_000, 2_000_000, 4_900_000, 2, 1), tmp_path / "p.json"
+    path.write_text(profile_json.dumps(ProfileFile(Profile((stage,) * 2), num_microbatches=2)))
+    words = ("--transport", "each", "--time-limit", ".2")
+    code, out, err = run(capsys, "compare", path, *words, "--rehearse", "--json")
+    assert code == 0, err
+    rows = [row for made in json.loads(out)["transports"] for row in made["rows"]]
+    assert len(rows) == 12
+    assert all(row["rehearsed_ns"] > 0 for row in rows)
+    assert "rehearsing 12 orders" in err
+    code, out, err = run(capsys, "compare", path, "--rehearse")
+    assert (code, out, "--transport each" in err) == (2, "", True)
+    code, out, err = run(capsys, "compare", path, *words, "--cap", "1")
+    assert (code, "does not fit" in out, "rank 0" in out) == (1, True, True)
+    path.write_text(profile_json.dumps(ProfileFile(Profile((stage,)), num_microbatches=2)))
+    code, out, err = run(capsys, "compare", path, *words, "--rehearse")
+    assert (code, out, "nothing to rehearse" in err) == (2, "", True)
 
 
 def test_schemas_are_printed(capsys) -> None:

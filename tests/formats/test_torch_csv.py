@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,12 +14,13 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from tests.support.strategies import greedy_order, placements
-from zbcompile.errors import UsageError
+from zbcompile.compiler.lower import lower_order
+from zbcompile.errors import FormatError, UsageError
 from zbcompile.formats import torch_csv
 from zbcompile.schedule.check import check
 from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.costs import Edge, Profile, StageCost
-from zbcompile.schedule.ir import Placement, Schedule
+from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
 from zbcompile.schedule.problem import Problem
 
 
@@ -130,12 +133,45 @@ def test_torchs_lowering_of_our_order_is_read_back_and_legal() -> None:
     check(found, problem)
 
 
-def test_sharding_is_set_aside_and_overlapped_pairs_are_read_in_order() -> None:
-    text = "0UNSHARD,0F0,(0F1;0B0)OVERLAP_F_B,,0B1,0RESHARD,0REDUCE_GRAD\r\n"
+def test_sharding_is_read_once_per_stage_and_overlapped_pairs_in_order() -> None:
+    text = "0UNSHARD,0F0,0RESHARD,0UNSHARD,(0F1;0B0)OVERLAP_F_B,,0B1,0REDUCE_GRAD,0RESHARD\r\n"
     found = torch_csv.loads(text)
-    assert found.left_out == ("0UNSHARD", "0RESHARD", "0REDUCE_GRAD")
+    assert found.left_out == ("0RESHARD", "0UNSHARD")
     assert found.overlapped == 1
-    assert str(found.schedule) == "placement 0\nmicrobatches 2\nrank 0: 0F0 0F1 0BW0 0BW1\n"
+    assert str(found.schedule) == (
+        "placement 0\nmicrobatches 2\nrank 0: 0UNSHARD 0F0 0F1 0BW0 0BW1 0REDUCE_GRAD 0RESHARD\n"
+    )
+    for word in ("0UNSHARD0", "0RESHARD1", "UNSHARD"):
+        with pytest.raises(FormatError, match="not an action"):
+            torch_csv.loads(f"{word},0F0,0B0\n")
+
+
+def test_actions_of_whole_stages_make_the_round_trip_and_pass_torchs_validator() -> None:
+    """torch's own actions, and its own pass that adds REDUCE_GRAD, agree with what lowering puts in."""
+    placement, count = Placement.v(2), 3
+    stage = replace(StageCost.simple(3, 3, 2), unshard_ns=4, reduce_ns=5)
+    problem = Problem.of(Profile.uniform(stage, 4, 1), placement, count)
+    rows = [[0, 3], [1, 2]]
+    order = [
+        [Action(Kind.FORWARD, s, i) for s in row for i in range(count)]
+        + [Action(Kind.FULL_BACKWARD, s, i) for s in reversed(row) for i in range(count)]
+        for row in rows
+    ]
+    schedule = lower_order(Schedule.of(placement, count, order), problem).schedule
+    text = torch_csv.dumps(schedule)
+    assert torch_csv.loads(text).schedule == schedule
+    assert torch_csv.loads(text).left_out == ()
+    actions: dict[int, Any] = rows_of(text)
+    assert [[str(a) for a in row] for row in actions.values()] == list(csv.reader(io.StringIO(text)))
+    found = torch_schedules._validate_schedule(actions, 2, 4, count)
+    assert found == {0: 0, 3: 0, 1: 1, 2: 1}
+    reduces = torch_schedules.REDUCE_GRAD
+    for row in actions.values():
+        mine = [str(a) for a in row if a.is_compute_op or a.computation_type is reduces]
+        compute = [a for a in row if a.is_compute_op]
+        assert mine == [str(a) for a in torch_schedules._add_reduce_grad(compute, count)]
+    bare = torch_csv.dumps(schedule, communication=False)
+    assert torch_csv.loads(bare).schedule == schedule.compute_only()
 
 
 def test_letters_are_torchs() -> None:

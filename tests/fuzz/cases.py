@@ -225,8 +225,18 @@ def _convert(rng: random.Random, put: Callable[[str, str], str]) -> tuple[str, l
     return "convert", words + _output(rng)
 
 
+def _short_form(rng: random.Random) -> list[str]:
+    """Return costs on the command line."""
+    times, sizes = ("3us", "1ms,2ms", "0ns", "18.5 ms", "1"), ("1", "2GiB", "1,.5", "0B", "2G")
+    words = [word for name in ("--f", "--b", "--w") for word in (name, _value(rng, *times))]
+    words += _maybe(rng, 0.3, "--bw", _value(rng, *times)) + _maybe(rng, 0.3, "--comm", _value(rng, *times))
+    for name in ("--activation", "--weight-activation", "--static"):
+        words += _maybe(rng, 0.3, name, _value(rng, *sizes))
+    return words + _maybe(rng, 0.9, "--ranks", _value(rng, "1", "2", "3"))
+
+
 def _problem_words(rng: random.Random, put: Callable[[str, str], str]) -> list[str]:
-    words = [put("p.json", documents.profile(rng))]
+    words = [put("p.json", documents.profile(rng))] if rng.random() < 0.85 else _short_form(rng)
     words += _maybe(rng, 0.3, "--cap", _cap(rng))
     places = ("linear", "auto", "auto", "v", "v:2", "looped:2", "0,1,1,0", "0,1", "0,0,0")
     words += _maybe(rng, 0.25, "--placement", _value(rng, *places))

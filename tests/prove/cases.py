@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import random
+from dataclasses import replace
 
 from zbcompile.planner.bounds.analytic import analytic_bounds
 from zbcompile.planner.bounds.bound import Bound
@@ -56,8 +57,13 @@ def make_problem(seed: int, most_actions: int = LONGEST_ACTIONS) -> Problem:
 
 
 def with_send_mode(seed: int) -> Problem:
-    """Return a problem of at most 60 actions under any send mode."""
-    return make_problem(seed, most_actions=60).with_(transport=random.Random(seed).choice(TRANSPORTS))
+    """Return a problem of at most 60 actions under any send mode; half have gradients that wait."""
+    problem, rng = make_problem(seed, most_actions=60), random.Random(seed)
+    problem = problem.with_(transport=rng.choice(TRANSPORTS))
+    if rng.random() < 0.5:
+        return problem
+    stages = tuple(replace(stage, gradient_bytes=rng.randint(1, 8)) for stage in problem.profile.stages)
+    return problem.with_(profile=replace(problem.profile, stages=stages))
 
 
 def _placement(rng: random.Random) -> Placement:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from hypothesis import strategies as st
@@ -73,6 +74,19 @@ def unequal_problems(draw: st.DrawFn, max_ranks: int = 3, max_microbatches: int 
     costs = tuple(MicrobatchCost(draw(row), draw(row)) for _ in range(problem.num_microbatches))
     objective = draw(st.sampled_from(OBJECTIVES))
     return problem.with_(microbatch_costs=costs, objective=objective)
+
+
+@st.composite
+def step_problems(draw: st.DrawFn, max_ranks: int = 3, max_microbatches: int = 3) -> Problem:
+    """Draw problems whose stages are gathered, reduced and updated once a step; some of them are not."""
+    problem = draw(problems(max_ranks, max_microbatches))
+    amount = st.sampled_from([0, 0, 1, 3, 7, 20])
+    stages = tuple(
+        replace(cost, unshard_ns=draw(amount), reduce_ns=draw(amount), update_ns=draw(amount))
+        for cost in problem.profile.stages
+    )
+    profile = replace(problem.profile, stages=stages)
+    return problem.with_(profile=profile, objective=draw(st.sampled_from(OBJECTIVES)))
 
 
 def greedy_order(problem: Problem, random: Random | None = None, fuse: float = 0.3) -> Schedule:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from zbcompile.cli.inputs import load_profile, parse_bytes, parse_placement, parse_speeds, where_of
+from zbcompile.cli.inputs import costs_of, costs_where, parse_bytes, parse_placement, parse_speeds
 from zbcompile.errors import UsageError
 from zbcompile.schedule.cuts import CutProblem
 from zbcompile.schedule.ir import PLACEMENTS, Placement
@@ -24,11 +24,11 @@ def load_cut_problems(arguments: argparse.Namespace) -> list[CutProblem]:
     UsageError
         The file is broken, or the options do not fit it.
     """
-    file = load_profile(arguments.profile)
+    file = costs_of(arguments)
     if arguments.microbatch_costs is not None or file.microbatch_costs:
         raise UsageError(
             "cuts are chosen for microbatches that are alike",
-            where="--microbatch-costs" if arguments.microbatch_costs else where_of(arguments.profile),
+            where="--microbatch-costs" if arguments.microbatch_costs else costs_where(arguments),
             fix="leave the costs of microbatches out, or --stages",
         )
     placements = _placements(arguments)
@@ -36,14 +36,14 @@ def load_cut_problems(arguments: argparse.Namespace) -> list[CutProblem]:
     if file.placement is not None and arguments.placement is None and arguments.ranks is None:
         raise UsageError(
             "the file's placement is one of pieces, not of stages",
-            where=where_of(arguments.profile),
+            where=costs_where(arguments),
             fix="give --placement or --ranks beside --stages",
         )
     caps = file.caps if arguments.cap is None else _caps(arguments.cap)
     if len(caps) not in (0, 1, ranks):
         raise UsageError("one cap for all ranks, or one per rank", needed=ranks, given=len(caps))
     limits = caps * ranks if len(caps) == 1 else caps
-    check_pieces(file.profile, where_of(arguments.profile))
+    check_pieces(file.profile, costs_where(arguments))
     tasks = [
         CutProblem.of(
             file.profile,
@@ -57,7 +57,7 @@ def load_cut_problems(arguments: argparse.Namespace) -> list[CutProblem]:
         for placement in placements
     ]
     for task in tasks:
-        check_plannable(task.frame, where_of(arguments.profile))
+        check_plannable(task.frame, costs_where(arguments))
     return tasks
 
 

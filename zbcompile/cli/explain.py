@@ -11,30 +11,34 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rich.console import Group
+
 from zbcompile.cli.changes import CHANGES_HELP, read_changes, usual_changes
 from zbcompile.cli.console import draw
-from zbcompile.cli.inputs import load_scheduled, parse_time
-from zbcompile.cli.shared_options import add_schedule_input, index, seconds, seed, words
+from zbcompile.cli.inputs import load_scheduled, parse_jitter, parse_time
+from zbcompile.cli.shared_options import add_jitter, add_schedule_input, index, seconds, seed, words
 from zbcompile.errors import UsageError
 from zbcompile.formats import measured_json
 from zbcompile.formats.fields import format_json
 from zbcompile.formats.files import read_text
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.formats.streams import check_output, rewrite_line, say, write_output
+from zbcompile.show.baseline import one_f_one_b
 from zbcompile.show.explain import Explanation, explained
 from zbcompile.show.explain_json import explanation_json
 from zbcompile.show.explain_words import explanation_text
+from zbcompile.show.prose import Prose
 from zbcompile.show.summary import timeline_remarks
 
 if TYPE_CHECKING:
     from zbcompile.planner.incumbent import Progress
+    from zbcompile.schedule.replay import Jitter
 
 __all__ = ["add_options", "run"]
 
 _LEAST_COLUMNS = 80
 _BUBBLES, _SECONDS = 3, 30.0
-_FACTS_ONLY = ("rank", "at", "bubbles", "measured")
-_PLANNING_ONLY = ("time_limit", "seed")
+_FACTS = ("rank", "at", "bubbles", "measured")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -53,22 +57,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--time-limit", type=seconds, metavar="S", help=f"seconds for all that --what-if plans ({_SECONDS:g})"
     )
-    parser.add_argument("--seed", type=seed, help="seed of --what-if (0)")
+    add_jitter(parser)
+    parser.add_argument("--seed", type=seed, help="seed of --what-if and --jitter (0)")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain a schedule; return 1 where its certificate does not hold."""
-    asked = arguments.what_if is not None
-    for name in _FACTS_ONLY if asked else _PLANNING_ONLY:
-        if getattr(arguments, name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(
-                f"{option} says nothing {'with' if asked else 'without'} --what-if", fix=f"leave {option} out"
-            )
+    _refuse_unused(arguments)
+    jitter = None if arguments.jitter is None else parse_jitter(arguments.jitter)
     check_output()
     file = load_scheduled(arguments)
-    if asked:
+    if arguments.what_if is not None:
         return _what_if(arguments, file)
+    if jitter is not None:
+        return _jitter(arguments, file, jitter)
     found = explained(
         file,
         bubbles=_BUBBLES if arguments.bubbles is None else arguments.bubbles,
@@ -87,6 +89,37 @@ def run(arguments: argparse.Namespace) -> int:
     if fault is not None:
         say(f"fault: {fault}")
     return 0 if fault is None else 1
+
+
+def _refuse_unused(arguments: argparse.Namespace) -> None:
+    """Refuse options that would be ignored beside what else is asked."""
+    asks = {"--what-if": arguments.what_if is not None, "--jitter": arguments.jitter is not None}
+    asked = [name for name, is_asked in asks.items() if is_asked]
+    if len(asked) > 1:
+        raise UsageError("--what-if and --jitter are two questions", fix="ask one after the other")
+    idle = list(_FACTS) if asked else ["seed"]
+    if "--what-if" not in asked:
+        idle.append("time_limit")
+    for name in idle:
+        if getattr(arguments, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            beside = f"with {asked[0]}" if name in _FACTS else "without --what-if"
+            raise UsageError(f"{option} says nothing {beside}", fix=f"leave {option} out")
+
+
+def _jitter(arguments: argparse.Namespace, file: ScheduleFile, jitter: Jitter) -> int:
+    """Say what is left of the gain over 1F1B under random latency."""
+    from zbcompile.show.jitter import jitter_json, jitter_lines, jittered
+
+    if file.problem is None:
+        raise UsageError("--jitter needs costs", fix="give --profile PROFILE.json")
+    baseline = one_f_one_b(file.problem)
+    found = jittered(file.schedule, file.problem, baseline, jitter, arguments.seed or 0)
+    if arguments.json:
+        write_output(format_json(jitter_json(found)))
+    else:
+        draw(Group(*map(Prose, jitter_lines(found))), least=_LEAST_COLUMNS)
+    return 0
 
 
 def _say_remarks(found: Explanation) -> None:

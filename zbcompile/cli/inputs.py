@@ -8,8 +8,10 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from zbcompile.cli.short_form import check_relative_caps, short_profile, states_costs
 from zbcompile.errors import UsageError
 from zbcompile.formats import problem_json, profile_json
+from zbcompile.formats.amounts import TIME
 from zbcompile.formats.detect import load_schedule
 from zbcompile.formats.files import read_text
 from zbcompile.formats.profile_json import ProfileFile
@@ -19,6 +21,7 @@ from zbcompile.schedule.ir import PLACEMENTS, Placement
 from zbcompile.schedule.limits import MAX_AMOUNT, check_plannable
 from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.replay import JITTERS, Jitter
 from zbcompile.schedule.speeds import speeds_of
 
 if TYPE_CHECKING:
@@ -26,11 +29,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_directory",
+    "costs_of",
+    "costs_where",
     "load_problem",
     "load_profile",
     "load_scheduled",
     "parse_bytes",
     "parse_caps",
+    "parse_jitter",
     "parse_placement",
     "parse_speeds",
     "parse_time",
@@ -155,6 +161,23 @@ def parse_time(text: str, whole_ns: int) -> int:
     return int(number * _TIMES[unit])
 
 
+def parse_jitter(text: str) -> Jitter:
+    """Read what latencies are drawn from: ``5ms`` or ``exponential:5ms`` on the mean, or ``uniform:5ms``.
+
+    Raises
+    ------
+    UsageError
+        It is no time, or the distribution is not known.
+    """
+    kind, colon, time = text.rpartition(":")
+    try:
+        return Jitter(kind if colon else next(iter(JITTERS)), TIME.read(time.strip()))
+    except UsageError as error:
+        raise UsageError(
+            error.what, where="--jitter", needed=error.needed, fix="write 5ms or uniform:5ms"
+        ) from None
+
+
 def parse_placement(text: str, num_stages: int) -> Placement:
     """Read a placement: ``linear``, ``looped:K``, ``v:K`` or the rank of every stage as ``0,1,1,0``.
 
@@ -226,6 +249,22 @@ def load_profile(path: str) -> ProfileFile:
     return profile_json.loads(read_text(path), where_of(path))
 
 
+def costs_of(arguments: argparse.Namespace) -> ProfileFile:
+    """Return the costs that a command was given: a profile file, or options that state them.
+
+    Raises
+    ------
+    UsageError
+        The file is broken, the options do not go together, or there are both or neither.
+    """
+    return short_profile(arguments) if states_costs(arguments) else load_profile(arguments.profile)
+
+
+def costs_where(arguments: argparse.Namespace) -> str:
+    """Return how messages name the costs."""
+    return "the costs given" if arguments.profile is None else where_of(arguments.profile)
+
+
 def load_problem(arguments: argparse.Namespace, file: ProfileFile | None = None) -> Problem:
     """Return the problem that a profile file and the options of `plan` and `compare` state; options win.
 
@@ -239,10 +278,12 @@ def load_problem(arguments: argparse.Namespace, file: ProfileFile | None = None)
     UsageError
         The file is broken, or the options do not fit it.
     """
-    file = file or load_profile(arguments.profile)
+    file = file or costs_of(arguments)
     placement = _asked_placement(arguments, file)
     changed = placement is not None and file.placement not in (None, placement)
     capped = arguments.cap is not None
+    if arguments.profile is None:
+        check_relative_caps(arguments)
     problem = (replace(file, caps=()) if capped or (changed and len(file.caps) > 1) else file).problem(
         placement=placement,
         num_microbatches=arguments.microbatches,
@@ -252,7 +293,7 @@ def load_problem(arguments: argparse.Namespace, file: ProfileFile | None = None)
         kept_gradients=arguments.kept_gradients,
         microbatch_costs=parse_microbatch_costs(arguments.microbatch_costs),
     )
-    check_plannable(problem, where_of(arguments.profile))
+    check_plannable(problem, costs_where(arguments))
     return problem.with_(caps=parse_caps(arguments.cap, problem)) if capped else problem
 
 

@@ -10,19 +10,30 @@ import sys
 from typing import TYPE_CHECKING
 
 from zbcompile.cli.cut_inputs import load_cut_problems
-from zbcompile.cli.inputs import load_problem, parse_speeds
-from zbcompile.cli.shared_options import add_output, add_problem_options, add_search_options, positive, words
+from zbcompile.cli.inputs import load_problem, parse_jitter, parse_speeds
+from zbcompile.cli.shared_options import (
+    add_jitter,
+    add_output,
+    add_problem_options,
+    add_search_options,
+    positive,
+    words,
+)
+from zbcompile.cli.short_form import add_cost_options
 from zbcompile.compiler.lower import lower
+from zbcompile.errors import UsageError
 from zbcompile.formats import schedule_json
 from zbcompile.formats.streams import rewrite_line, say
 from zbcompile.schedule.solution import Solution
 from zbcompile.schedule.speeds import on_ranks
 from zbcompile.show.head import split_words
-from zbcompile.show.summary import cuts_line, gradients_line, headline, origin_words, proof_line, summarize
+from zbcompile.show.summary import cuts_line, gradients_line, origin_words, proof_line, summarize
 from zbcompile.show.units import time_unit
 
 if TYPE_CHECKING:
+    from zbcompile.compiler.lower import LoweredPlan
     from zbcompile.planner.plan import Progress
+    from zbcompile.schedule.replay import Jitter
 
 __all__ = ["add_options", "run"]
 
@@ -31,6 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.epilog = "Options win over what the profile file says."
     add_problem_options(parser)
+    add_cost_options(parser)
     parser.add_argument(
         "--stages",
         type=positive,
@@ -53,6 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="PART",
         help="leave a part of the planner out; may be repeated",
     )
+    add_jitter(parser)
     add_output(parser, "the schedule (standard output)")
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
@@ -92,6 +105,9 @@ class _Reporter:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan a profile and write the order; after an interrupt write the best so far and return 130."""
+    jitter = None if arguments.jitter is None else parse_jitter(arguments.jitter)
+    if jitter is not None and arguments.quiet:
+        raise UsageError("--jitter says nothing with --quiet", fix="leave one of them out")
     reporter = _Reporter(quiet=arguments.quiet)
     try:
         solution = _found(arguments, reporter)
@@ -104,18 +120,30 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     arguments.output.write(schedule_json.dumps(plan.solution))
     if not arguments.quiet:
-        summary = summarize(schedule_json.ScheduleFile.of(plan.solution), plan.timeline)
-        for line in (
-            headline(summary),
-            proof_line(summary),
-            cuts_line(summary),
-            origin_words(summary),
-            split_words(plan.solution.schedule),
-            gradients_line(summary),
-        ):
-            if line:
-                say(line)
+        _say_summary(plan, jitter, arguments.seed)
     return 130 if reporter.interrupted else 0
+
+
+def _say_summary(plan: LoweredPlan, jitter: Jitter | None, seed: int) -> None:
+    """Say what the plan gains, what is proved, and what is left of the gain under jitter."""
+    from zbcompile.planner.rivals import rivals
+    from zbcompile.show.gain import gain_line
+    from zbcompile.show.jitter import jitter_lines, jittered
+
+    solution = plan.solution
+    summary = summarize(schedule_json.ScheduleFile.of(solution), plan.timeline)
+    lines = [
+        gain_line(summary, rivals(solution.problem)),
+        proof_line(summary),
+        cuts_line(summary),
+        origin_words(summary),
+        split_words(solution.schedule),
+        gradients_line(summary),
+    ]
+    if jitter is not None:
+        lines += jitter_lines(jittered(solution.schedule, solution.problem, summary.baseline, jitter, seed))
+    for line in filter(None, lines):
+        say(line)
 
 
 def _found(arguments: argparse.Namespace, reporter: _Reporter) -> Solution:

@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
 __all__ = [
+    "EACH",
     "MAX_COLUMNS",
     "Parser",
+    "add_jitter",
     "add_output",
+    "add_profile",
     "add_problem_options",
     "add_schedule_input",
     "add_search_options",
@@ -34,6 +37,9 @@ __all__ = [
     "seed",
     "words",
 ]
+
+EACH = "each"
+"""All send modes, one after the other."""
 
 MAX_COLUMNS = 2000
 """Widest picture. Four lanes of 64 ranks at this width take some seconds."""
@@ -53,9 +59,15 @@ _PLACEMENT_HELP = (
 )
 
 
-def add_problem_options(parser: argparse.ArgumentParser) -> None:
-    """Add the profile and the options of its problem; `zbcompile.cli.inputs.load_problem` reads them."""
-    parser.add_argument("profile", type=words, help="profile JSON, - for standard input")
+def add_problem_options(parser: argparse.ArgumentParser, *, each_transport: bool = False) -> None:
+    """Add the profile and the options of its problem; `zbcompile.cli.inputs.load_problem` reads them.
+
+    Parameters
+    ----------
+    each_transport
+        Whether ``--transport`` also takes `EACH`, which the command resolves itself.
+    """
+    add_profile(parser)
     parser.add_argument("--cap", type=words, metavar="BYTES", help=_CAP_HELP)
     parser.add_argument("--placement", type=words, help=_PLACEMENT_HELP)
     parser.add_argument("--ranks", type=positive, metavar="P", help="ranks that share the stages (one each)")
@@ -69,15 +81,37 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
         help="times of every microbatch as a factor of the profile's: 1,1.3,.8x2,... (after the x: of bytes)",
     )
     parser.add_argument("--objective", choices=OBJECTIVES, help="what to make short (span)")
-    parser.add_argument("--transport", choices=TRANSPORTS, help="how sends behave (async)")
+    modes = (*TRANSPORTS, EACH) if each_transport else TRANSPORTS
+    parser.add_argument("--transport", choices=modes, help="how sends behave (async)")
     parser.add_argument("--accumulate", choices=ACCUMULATE, help=_ACCUMULATE_HELP + " (order)")
     parser.add_argument("--kept-gradients", action=argparse.BooleanOptionalAction, help=_KEPT_HELP + " (no)")
+
+
+def add_profile(parser: argparse.ArgumentParser) -> None:
+    """Add the profile; without one, costs are given by the options of `zbcompile.cli.short_form`."""
+    parser.add_argument(
+        "profile",
+        type=words,
+        nargs="?",
+        help="profile, JSON or TOML, - for standard input; or give costs: --ranks 8 --f 18.5ms ...",
+    )
 
 
 def add_search_options(parser: argparse.ArgumentParser, time_limit_s: float, time_limit_help: str) -> None:
     """Add the time limit of a search and its seed."""
     parser.add_argument("--time-limit", type=seconds, default=time_limit_s, metavar="S", help=time_limit_help)
     parser.add_argument("--seed", type=seed, default=0, help="same seed, same bytes (0)")
+
+
+def add_jitter(parser: argparse.ArgumentParser) -> None:
+    """Add ``--jitter``, which `zbcompile.cli.inputs.parse_jitter` reads."""
+    parser.add_argument(
+        "--jitter",
+        type=words,
+        metavar="T",
+        help="what is left of the gain over 1F1B under random latency, in place of the profile's: "
+        "5ms on the mean (exponential:5ms), or uniform:5ms",
+    )
 
 
 def add_schedule_input(parser: argparse.ArgumentParser) -> None:

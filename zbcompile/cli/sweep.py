@@ -13,14 +13,15 @@ from zbcompile.cli.shared_options import (
     Parser,
     add_output,
     add_problem_options,
+    add_profile,
     add_search_options,
     output,
     positive,
     words,
 )
+from zbcompile.cli.short_form import COSTS, add_cost_options, states_costs
 from zbcompile.errors import UsageError, ZBCompileError
 from zbcompile.formats.fields import format_json
-from zbcompile.formats.profile_json import ProfileFile
 from zbcompile.formats.streams import check_output, rewrite_line, say
 from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS
 
@@ -36,7 +37,7 @@ _MOST = 1000
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.epilog = "Every option takes several values, each combination is planned."
-    parser.add_argument("profile", type=words, help="profile JSON, - for standard input")
+    add_profile(parser)
     parser.add_argument("--cap", type=words, nargs="+", metavar="BYTES", help="memory per rank, as in plan")
     parser.add_argument(
         "--placement",
@@ -58,6 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--csv", action="store_true", help="the rows as CSV")
     parser.add_argument("--svg", type=output, metavar="FILE", help="where to write the plot as SVG")
     add_output(parser, "JSON or CSV")
+    add_cost_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -67,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     from zbcompile.show.sweep import sweep_csv, sweep_json, sweep_svg, sweep_table
 
     check_output()
-    choices = list(_choices(arguments, load_profile(arguments.profile)))
+    choices = list(_choices(arguments))
     _refuse_hopeless(choices)
     reporter = _Reporter(len(choices))
     try:
@@ -89,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if planned else 1
 
 
-def _choices(arguments: argparse.Namespace, file: ProfileFile) -> Iterator[Choice]:
+def _choices(arguments: argparse.Namespace) -> Iterator[Choice]:
     """Yield every combination of what was asked for, with its problem or why there is none."""
     from zbcompile.planner.sweep import Choice
 
@@ -104,12 +106,14 @@ def _choices(arguments: argparse.Namespace, file: ProfileFile) -> Iterator[Choic
         count *= len(values)
     if count > _MOST:
         raise UsageError("too many combinations", needed=f"at most {_MOST}", given=count)
+    file = None if states_costs(arguments) else load_profile(arguments.profile)
     parser = Parser("zbcompile sweep", "One combination.")
     add_problem_options(parser)
+    costs = {name: getattr(arguments, name) for name in COSTS}
     for values in itertools.product(*asked.values()):
         chosen = dict(zip(asked, values, strict=True))
-        one = parser.parse_args([arguments.profile])
-        vars(one).update(chosen, objective=arguments.objective)
+        one = parser.parse_args([])
+        vars(one).update(costs | chosen, profile=arguments.profile, objective=arguments.objective)
         shown = {name: str(value) for name, value in chosen.items()}
         try:
             problem = load_problem(one, file)

@@ -6,6 +6,7 @@ the order in a file is the order that is compiled. No torch is loaded.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from zbcompile.compiler.observe import Observer, quiet
@@ -17,6 +18,7 @@ from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline
 from zbcompile.schedule.solution import Certificate, Solution
+from zbcompile.schedule.stage_actions import with_stage_actions
 
 __all__ = ["LoweredPlan", "codegen", "lower", "lower_order"]
 
@@ -60,7 +62,13 @@ class LoweredPlan:
 
 
 def lower(
-    solution: Solution, *, merge: bool, one_communicator: bool = False, observer: Observer = quiet
+    solution: Solution,
+    *,
+    merge: bool,
+    one_communicator: bool = False,
+    sharded_stages: Collection[int] = (),
+    reduced_stages: Collection[int] = (),
+    observer: Observer = quiet,
 ) -> LoweredPlan:
     """Lower a solution; its certificate then speaks of the order with communication.
 
@@ -73,6 +81,9 @@ def lower(
         planner found. An order that somebody gave is run as it was given.
     one_communicator
         Keep one global order of messages.
+    sharded_stages, reduced_stages
+        Stages that get their UNSHARD and RESHARD, or their REDUCE_GRAD, also where their costs name no time
+        for them.
 
     Raises
     ------
@@ -84,6 +95,8 @@ def lower(
         solution.problem,
         merge=merge,
         one_communicator=one_communicator,
+        sharded_stages=sharded_stages,
+        reduced_stages=reduced_stages,
         observer=observer,
     )
     timeline = checked_times(comm.schedule, solution.problem)
@@ -98,6 +111,8 @@ def lower_order(
     *,
     merge: bool = False,
     one_communicator: bool = False,
+    sharded_stages: Collection[int] = (),
+    reduced_stages: Collection[int] = (),
     observer: Observer = quiet,
 ) -> CommSchedule:
     """Put the communication into an order; parameters as for `lower`.
@@ -111,10 +126,15 @@ def lower_order(
         comm = keep_comm(schedule, problem)
     else:
         compute_ns = None
-        if merge:
+        if merge and not schedule.has_stage_actions:
             schedule, compute_ns = merge_backward_timed(schedule, problem)
             observer("merge_backward", schedule)
         comm = insert_comm(schedule, problem, one_communicator=one_communicator, compute_ns=compute_ns)
+    if sharded_stages or reduced_stages:
+        placed = with_stage_actions(
+            comm.schedule, problem, sharded_stages=sharded_stages, reduced_stages=reduced_stages
+        )
+        comm = replace(comm, schedule=placed)
     observer("insert_comm", comm.schedule)
     return comm
 

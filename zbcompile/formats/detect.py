@@ -50,7 +50,8 @@ def load_schedule(text: str, where: str) -> tuple[ScheduleFile, list[str]]:
     remarks = []
     if found.left_out:
         remarks.append(
-            f"left out {len(found.left_out)} actions of sharded parameters, such as {found.left_out[0]}"
+            f"left out {len(found.left_out)} actions that gather or free parameters again, "
+            f"such as {found.left_out[0]}"
         )
     if found.overlapped:
         remarks.append(f"read {found.overlapped} OVERLAP_F_B pairs as their parts, one after the other")

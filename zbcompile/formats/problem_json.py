@@ -14,7 +14,19 @@ from typing import Any
 from zbcompile.errors import FormatError, UsageError
 from zbcompile.formats.fields import guarded
 from zbcompile.formats.records import Field, Part, Record
-from zbcompile.formats.shapes import AMOUNT, TEXT, Flag, ListOf, OneOrEach, Schema, Shape, Whole, Word
+from zbcompile.formats.shapes import (
+    RATE,
+    SIZE,
+    TEXT,
+    TIME,
+    Flag,
+    ListOf,
+    OneOrEach,
+    Schema,
+    Shape,
+    Whole,
+    Word,
+)
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import MAX_COUNT, PLACEMENTS, Placement
 from zbcompile.schedule.limits import check_amounts
@@ -82,26 +94,35 @@ def _rank_links(links: tuple[tuple[tuple[int, int], Link], ...]) -> tuple[tuple[
 
 _WAY = (
     Field("name", TEXT, "for people", default="", brief=True),
-    Field("forward_ns", AMOUNT, "time of F: the forward of one microbatch"),
-    Field("backward_input_ns", AMOUNT, "time of B: the gradient of the stage's inputs"),
-    Field("backward_weight_ns", AMOUNT, "time of W: the gradient of the stage's parameters"),
-    Field("full_backward_ns", AMOUNT, "time of a fused backward; left out: B + W", default=_fused_ns),
-    Field("saved_bytes", AMOUNT, "held from the start of F until B ends"),
-    Field("saved_for_weight_bytes", AMOUNT, "held from the end of B until W ends"),
-    Field("static_bytes", AMOUNT, "parameters, gradients, optimizer state; counted in the cap", default=0),
+    Field("forward_ns", TIME, "time of F: the forward of one microbatch"),
+    Field("backward_input_ns", TIME, "time of B: the gradient of the stage's inputs"),
+    Field("backward_weight_ns", TIME, "time of W: the gradient of the stage's parameters"),
+    Field("full_backward_ns", TIME, "time of a fused backward; left out: B + W", default=_fused_ns),
+    Field("saved_bytes", SIZE, "held from the start of F until B ends"),
+    Field("saved_for_weight_bytes", SIZE, "held from the end of B until W ends"),
+    Field("static_bytes", SIZE, "parameters, gradients, optimizer state; counted in the cap", default=0),
     Field(
         "gradient_bytes",
-        AMOUNT,
+        SIZE,
         "one gradient for each parameter, which may wait for its turn in the sum; left out: not counted",
         default=0,
         brief=True,
     ),
+)
+_ONCE_A_STEP = tuple(
+    Field(name, TIME, text, default=0, brief=True)
+    for name, text in (
+        ("unshard_ns", "once a step: time to gather the stage's parameters"),
+        ("reduce_ns", "once a step: time to reduce the stage's gradients over its replicas"),
+        ("update_ns", "once a step: time of the optimizer's step for the stage"),
+    )
 )
 VARIANT = Record(StageCost, _WAY, "another way to run the stage, for instance with recompute", name="variant")
 STAGE = Record(
     StageCost,
     (
         *_WAY,
+        *_ONCE_A_STEP,
         Field(
             "variants",
             ListOf(VARIANT, most=_MAX_VARIANTS),
@@ -127,8 +148,8 @@ EDGE = Record(
     (
         Field("source", RANK),
         Field("target", RANK),
-        Field("forward_bytes", AMOUNT, "size of the activation message", default=0),
-        Field("backward_bytes", AMOUNT, "size of its gradient", default=0),
+        Field("forward_bytes", SIZE, "size of the activation message", default=0),
+        Field("backward_bytes", SIZE, "size of its gradient", default=0),
         Field("has_gradient", Flag(), "false when nothing flows back", default=True),
     ),
     "a flow of tensors from a stage to a later one",
@@ -137,8 +158,8 @@ EDGE = Record(
 LINK = Record(
     Link,
     (
-        Field("latency_ns", AMOUNT, "time that every message takes", default=0),
-        Field("bytes_per_second", AMOUNT, "0: size costs nothing", default=0),
+        Field("latency_ns", TIME, "time that every message takes", default=0),
+        Field("bytes_per_second", RATE, "0: size costs nothing", default=0),
     ),
     "a connection between two ranks",
     name="link",
@@ -178,7 +199,7 @@ PROFILE = Record(
             null=True,
             brief=True,
         ),
-        Field("overhead_ns", AMOUNT, "host time that every compute action adds", default=0),
+        Field("overhead_ns", TIME, "host time that every compute action adds", default=0),
     ),
     name="profile",
 )
@@ -209,7 +230,7 @@ class PlacementOrName(Shape[Placement | str]):
 
 CAPS = Field(
     "caps_bytes",
-    OneOrEach(AMOUNT, MAX_STAGES),
+    OneOrEach(SIZE, MAX_STAGES),
     "bytes per rank, or one number for every rank; null: no limit",
     default=(),
     key="caps",

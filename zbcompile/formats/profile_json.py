@@ -1,11 +1,14 @@
-"""Profiles as JSON, format ``zbcompile.profile`` version 1; a file may state other parts of a problem too."""
+"""Profiles, format ``zbcompile.profile`` version 1; a file may state other parts of a problem too.
+
+They are written as JSON, and read as JSON or TOML: the fields are the same.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbcompile.formats.fields import at, guarded
+from zbcompile.formats.fields import at, guarded, parse_json
 from zbcompile.formats.problem_json import (
     ACCUMULATION,
     CAPS,
@@ -21,6 +24,7 @@ from zbcompile.formats.problem_json import (
     named_placement,
 )
 from zbcompile.formats.records import Document, Field, Part, Record
+from zbcompile.formats.toml import is_toml, parse_toml
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.microbatches import MicrobatchCost
@@ -130,14 +134,19 @@ FILE = Document(
 
 
 def loads(text: str, where: str = "profile") -> ProfileFile:
-    """Read a profile file.
+    """Read a profile file, JSON or TOML.
+
+    Parameters
+    ----------
+    where
+        The name of the file, for messages; one that ends in ``.toml`` or ``.json`` says what the text is.
 
     Raises
     ------
     FormatError
         The text is broken, foreign or out of bounds; the message names the field.
     """
-    values = FILE.values(text, where)
+    values = FILE.values_of((parse_toml if is_toml(text, where) else parse_json)(text, where), where)
     name, stages = values["placement"], values["profile"].num_stages
     if isinstance(name, str):
         values["placement"] = guarded(lambda: named_placement(name, stages), at(where, "placement"))

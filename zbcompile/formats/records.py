@@ -241,7 +241,10 @@ class Document(Generic[T]):
         FormatError
             The text is broken, of another format or version, or out of bounds; the message names the field.
         """
-        value = parse_json(text, where)
+        return self.values_of(parse_json(text, where), where)
+
+    def values_of(self, value: object, where: str) -> dict[str, Any]:
+        """Return the same of a file that has been parsed; raises as `values`."""
         if not isinstance(value, dict):
             raise FormatError("expected an object", where=where, given=quoted(value))
         self._check_head(value, where)

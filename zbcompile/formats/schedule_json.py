@@ -111,7 +111,10 @@ class ScheduleFile:
 
 
 class _Action(Shape[Action]):
-    """``[kind, stage, microbatch]``, and for a send or receive the stage at the other end."""
+    """``[kind, stage, microbatch]``, and for a send or receive the stage at the other end.
+
+    The microbatch of an action of a stage as a whole is 0.
+    """
 
     name = "action"
 
@@ -124,8 +127,8 @@ class _Action(Shape[Action]):
     def schema(self, definitions: Schema) -> Schema:
         stage, microbatch = Whole(high=MAX_STAGES - 1), Whole(high=MAX_COUNT - 1)
         compute, message = (
-            Word("kind", [kind.value for kind in Kind if kind.is_compute == wanted])
-            for wanted in (True, False)
+            Word("kind", [kind.value for kind in Kind if kind.is_message == wanted])
+            for wanted in (False, True)
         )
         return {
             "description": "[kind, stage, microbatch], and for a send or receive the stage at the other end",
@@ -372,14 +375,14 @@ def _well_formed(value: object, num_stages: int, num_microbatches: int) -> Actio
     if type(value) is not list or not 3 <= len(value) <= 4 or type(value[0]) is not str:
         return None
     kind, stage, microbatch, peer = _KINDS.get(value[0]), value[1], value[2], value[-1]
-    if kind is None or (len(value) == 3) != kind.is_compute:
+    if kind is None or (len(value) == 4) != kind.is_message:
         return None
     if not type(stage) is type(microbatch) is type(peer) is int:
         return None
     if not (0 <= stage < num_stages and 0 <= microbatch < num_microbatches):
         return None
-    if kind.is_compute:
-        return Action(kind, stage, microbatch)
+    if not kind.is_message:
+        return None if kind.is_of_stage and microbatch else Action(kind, stage, microbatch)
     return Action(kind, stage, microbatch, peer) if 0 <= peer < num_stages else None
 
 

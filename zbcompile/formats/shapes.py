@@ -8,16 +8,23 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from zbcompile.errors import FormatError
+from zbcompile.formats import amounts
+from zbcompile.formats.amounts import Unit
 from zbcompile.formats.fields import MAX_TEXT, guarded, integer, items, plain, quoted, readable, text
 from zbcompile.schedule.limits import MAX_AMOUNT
 
 __all__ = [
     "AMOUNT",
+    "NO_LIMIT",
+    "RATE",
+    "SIZE",
     "TEXT",
+    "TIME",
     "Flag",
     "Json",
     "JsonObject",
     "ListOf",
+    "Measure",
     "OneOrEach",
     "Schema",
     "Shape",
@@ -26,6 +33,9 @@ __all__ = [
     "refer",
     "row_schema",
 ]
+
+NO_LIMIT = "none"
+"""What says as null does that there is no value."""
 
 T = TypeVar("T")
 Schema = dict[str, object]
@@ -109,6 +119,24 @@ class Whole(Shape[int]):
 
     def schema(self, definitions: Schema) -> Schema:
         return {"type": "integer", "minimum": self.low, "maximum": self.high}
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Measure(Shape[int]):
+    """A whole number of ns or bytes, or text with a unit: 18500000 or "18.5ms". Numbers are written."""
+
+    unit: Unit
+    name: str = ""
+
+    def read(self, value: object, where: str) -> int:
+        if isinstance(value, str):
+            words = text(value, where)
+            return guarded(lambda: self.unit.read(words), where)
+        return integer(value, where)
+
+    def schema(self, definitions: Schema) -> Schema:
+        whole: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_AMOUNT}
+        return {"oneOf": [whole, {"type": "string", "pattern": self.unit.pattern}]}
 
 
 class _Text(Shape[str]):
@@ -197,25 +225,26 @@ class ListOf(Shape[Any]):
 class OneOrEach(Shape[tuple[Any, ...]]):
     """One value for all, or a list with a value or null for each; null says nothing.
 
-    ``7  -->  (7,)``, ``[7, null]  -->  (7, None)``, ``null  -->  ()``
+    ``7  -->  (7,)``, ``[7, null]  -->  (7, None)``, ``null  -->  ()``. "none" says the same as null, which
+    TOML does not have.
     """
 
     of: Shape[Any]
     most: int
 
     def read(self, value: object, where: str) -> tuple[Any, ...]:
-        if value is None:
+        if value in (None, NO_LIMIT):
             return ()
         if not isinstance(value, list):
             return (self.of.read(value, where),)
         each = enumerate(items(value, where, high=self.most))
-        return tuple(None if v is None else self.of.read(v, f"{where}[{i}]") for i, v in each)
+        return tuple(None if v in (None, NO_LIMIT) else self.of.read(v, f"{where}[{i}]") for i, v in each)
 
     def write(self, value: tuple[Any, ...]) -> list[object]:
         return [None if v is None else self.of.write(v) for v in value]
 
     def schema(self, definitions: Schema) -> Schema:
-        one, nothing = refer(self.of, definitions), {"type": "null"}
+        one, nothing = refer(self.of, definitions), {"enum": [None, NO_LIMIT]}
         each = {"type": "array", "maxItems": self.most, "items": {"oneOf": [one, nothing]}}
         return {"oneOf": [one, nothing, each]}
 
@@ -251,5 +280,8 @@ class JsonObject(Shape[Mapping[str, object]]):
 
 AMOUNT = Whole(name="amount")
 """Nanoseconds, bytes and other numbers that only the format bounds."""
+
+TIME, SIZE, RATE = Measure(amounts.TIME, "time"), Measure(amounts.SIZE, "size"), Measure(amounts.RATE, "rate")
+"""Nanoseconds, bytes, and bytes per second, as numbers or with a unit."""
 
 TEXT = _Text()

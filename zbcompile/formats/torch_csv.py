@@ -4,6 +4,9 @@ The file has one line per rank and one cell per action; an empty cell is a pause
 ours: its ``I`` is our B (gradient of the inputs), its ``B`` our BW (full backward). Messages go between
 neighbouring stages: ``2SEND_F0`` to stage 3, ``2RECV_F0`` from stage 1, ``2SEND_B0`` to stage 1, ``2RECV_B0``
 from stage 3.
+
+``2UNSHARD``, ``2RESHARD`` and ``2REDUCE_GRAD`` belong to a stage and to no microbatch. torch may gather a
+stage several times in a step; of such a stage the first UNSHARD and the last RESHARD are kept.
 """
 
 from __future__ import annotations
@@ -31,11 +34,14 @@ _WORDS = {
     "RECV_F": Kind.RECV_F,
     "SEND_B": Kind.SEND_B,
     "RECV_B": Kind.RECV_B,
+    "UNSHARD": Kind.UNSHARD,
+    "RESHARD": Kind.RESHARD,
+    "REDUCE_GRAD": Kind.REDUCE_GRAD,
 }
 _NAMES = {kind: word for word, kind in _WORDS.items()}
 _STEP = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
 _CELL = re.compile(r"([0-9]{1,7})(F|I|B|W|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{1,7})")
-_SHARDING = re.compile(r"[0-9]{1,7}(UNSHARD|RESHARD|REDUCE_GRAD)([0-9]{1,7})?")
+_OF_STAGE = re.compile("([0-9]{1,7})(UNSHARD|RESHARD|REDUCE_GRAD)")
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
@@ -48,7 +54,7 @@ class CsvSchedule:
     schedule
         The order.
     left_out
-        Actions of fully sharded parameters (UNSHARD, RESHARD, REDUCE_GRAD), in the file's order.
+        What gathers or frees a stage's parameters again (UNSHARD, RESHARD), in the file's order.
     overlapped
         Number of OVERLAP_F_B pairs, which are read as their parts in the order given.
     """
@@ -64,7 +70,8 @@ def dumps(schedule: Schedule, *, communication: bool = True) -> str:
     Parameters
     ----------
     communication
-        Keep sends and receives (torch's format ``compute_comms``); False writes ``compute_only``.
+        Keep sends, receives and actions of stages as a whole (torch's format ``compute_comms``); False writes
+        ``compute_only``, to which torch adds its own.
 
     Raises
     ------
@@ -95,12 +102,9 @@ def loads(text: str, where: str = "CSV") -> CsvSchedule:
             for column, cell in enumerate(cells, 1):
                 place = f"{where}, line {line}, cell {column}"
                 for word in _words(cell, place):
-                    if _SHARDING.fullmatch(word):
-                        left_out.append(word)
-                    else:
-                        row.append(_action(word, place))
+                    row.append(_action(word, place))
                 overlapped += "OVERLAP_F_B" in cell
-            order.append(row)
+            order.append(_once(row, left_out))
             if len(order) > MAX_STAGES:
                 raise FormatError("too many lines", where=where, needed=f"at most {MAX_STAGES}, one per rank")
     except csv.Error as error:
@@ -117,6 +121,22 @@ def loads(text: str, where: str = "CSV") -> CsvSchedule:
     return CsvSchedule(schedule, tuple(left_out), overlapped)
 
 
+def _once(row: list[Action], left_out: list[str]) -> list[Action]:
+    """Keep the first UNSHARD, the last RESHARD and the last REDUCE_GRAD of every stage."""
+    kept: dict[tuple[Kind, int], int] = {}
+    for k, action in enumerate(row):
+        key = (action.kind, action.stage)
+        if action.kind.is_of_stage and (action.kind is not Kind.UNSHARD or key not in kept):
+            kept[key] = k
+    result = []
+    for k, action in enumerate(row):
+        if kept.get((action.kind, action.stage), k) == k:
+            result.append(action)
+        else:
+            left_out.append(str(action))
+    return result
+
+
 def _cell(rank: int, action: Action) -> str:
     step = _STEP.get(action.kind)
     if step is not None and action.peer != action.stage + step:
@@ -125,6 +145,8 @@ def _cell(rank: int, action: Action) -> str:
             where=f"rank {rank}",
             fix="export the compute order alone, or cut the model so that values only pass to the next stage",
         )
+    if action.kind.is_of_stage:
+        return str(action)
     return f"{action.stage}{_NAMES[action.kind]}{action.microbatch}"
 
 
@@ -140,7 +162,9 @@ def _words(cell: str, where: str) -> Iterator[str]:
 
 
 def _action(word: str, where: str) -> Action:
-    match = _CELL.fullmatch(word)
+    match, whole = _CELL.fullmatch(word), _OF_STAGE.fullmatch(word)
+    if whole is not None and int(whole.group(1)) < MAX_STAGES:
+        return Action(_WORDS[whole.group(2)], int(whole.group(1)), 0)
     if match is None:
         raise FormatError(
             f"{ascii(word[:40])} is not an action",
@@ -150,7 +174,7 @@ def _action(word: str, where: str) -> Action:
     stage, kind, microbatch = int(match.group(1)), _WORDS[match.group(2)], int(match.group(3))
     if stage >= MAX_STAGES or microbatch >= MAX_COUNT:
         raise FormatError("number out of range", where=where, given=word[:40])
-    if kind.is_compute:
+    if not kind.is_message:
         return Action(kind, stage, microbatch)
     peer = stage + _STEP[kind]
     if peer < 0:

@@ -18,7 +18,7 @@ from zbcompile.planner.changes import Change
 from zbcompile.planner.core.instance import Fusing, Instance, to_schedule
 from zbcompile.planner.incumbent import Progress
 from zbcompile.planner.plan import plan
-from zbcompile.planner.starts.fused_patterns import fused_patterns, window_choices
+from zbcompile.planner.starts.fused_patterns import rule_of_thumb
 from zbcompile.schedule.check import checked_times
 from zbcompile.schedule.ir import Placement, Schedule
 from zbcompile.schedule.problem import Problem
@@ -158,11 +158,9 @@ def _by_rule(change: Change, variants: Sequence[int]) -> Outcome:
     """Time the forms of the rule of thumb and return the best that fits."""
     problem = _chosen(change.problem, variants)
     instance, best = Instance.of(problem), Outcome(change.name, None, None, why_not="none of its forms fits")
-    rule = window_choices(instance)[0]
-    forms = (pattern for pattern in fused_patterns(instance) if pattern.windows == rule)
     actions = 3 * problem.num_stages * problem.num_microbatches
-    for pattern in islice(forms, max(1, _RULE_ACTIONS // actions)):
-        schedule = to_schedule(pattern.codes(instance), problem)
+    for codes in islice(rule_of_thumb(instance), max(1, _RULE_ACTIONS // actions)):
+        schedule = to_schedule(codes, problem)
         value = _value(schedule, problem)
         if value is not None and (best.value_ns is None or value < best.value_ns):
             best = Outcome(change.name, value, None, ("rule_of_thumb",), schedule=schedule)

@@ -168,6 +168,15 @@ class Rank:
 
     # Verbs: the end of a step.
 
+    def unshard(self, stage: int) -> None:
+        """Do nothing: the stage's parameters are not sharded, as with torch's runtime."""
+
+    def reshard(self, stage: int) -> None:
+        """Do nothing: the stage's parameters are not sharded, as with torch's runtime."""
+
+    def reduce_grad(self, stage: int) -> None:
+        """Do nothing: the stage has no replicas, as with torch's runtime."""
+
     def wait_sent(self) -> Waits:
         """Wait until every message of this rank has arrived."""
         return self._mailbox.wait_sent()

@@ -60,8 +60,9 @@ def faults(schedule: Schedule, problem: Problem) -> list[CheckError]:
 
     Notes
     -----
-    The tests, in this order: shape (placement, rows), completeness, order on each rank, order of messages,
-    deadlock, memory. A test makes sense only where the ones before it found nothing.
+    The tests, in this order: shape (placement, rows), completeness, order on each rank, actions of stages as
+    a whole, order of messages, deadlock, memory. A test makes sense only where the ones before it found
+    nothing.
     """
     return judge(schedule, problem)[0]
 
@@ -70,7 +71,7 @@ def judge(schedule: Schedule, problem: Problem) -> tuple[list[CheckError], Event
     """Return the faults and, where there are none, the event graph; `timeline_of` gives its times."""
     found, positions = _shape(schedule, problem), Positions(schedule)
     if not found:
-        found = _complete(schedule, problem, positions) or _rank_order(positions)
+        found = _complete(schedule, problem, positions) or _rank_order(positions) or _stage_order(positions)
     found = found or _message_order(schedule, problem)
     if found:
         return found, None
@@ -91,7 +92,7 @@ def is_well_formed(schedule: Schedule, problem: Problem) -> bool:
     if _shape(schedule, problem):
         return False
     positions = Positions(schedule)
-    if _complete(schedule, problem, positions) or _rank_order(positions):
+    if _complete(schedule, problem, positions) or _rank_order(positions) or _stage_order(positions):
         return False
     rank_of = problem.placement.rank_of
     for before, after, _, reason in dependencies(problem):
@@ -214,6 +215,36 @@ def _rank_order(positions: Positions) -> list[CheckError]:
                 fix=f"move {action} behind {before}",
             )
         )
+    return found
+
+
+def _stage_order(positions: Positions) -> list[CheckError]:
+    """Test that actions of a stage as a whole stand before its first F, or behind its last backward work."""
+    found = []
+    for kind, stage, _ in positions.rows:
+        if not kind.is_of_stage:
+            continue
+        action = Action(kind, stage, 0)
+        number = positions.of(kind, stage)[0]
+        rank = bisect_right(positions.base, number) - 1
+        where = f"rank {rank}, position {number - positions.base[rank]}"
+        if kind is Kind.UNSHARD:
+            if number > min(positions.of(Kind.FORWARD, stage).values()):
+                found.append(
+                    CheckError(f"{action} stands behind an F of its stage", where=where, fix="move it up")
+                )
+            continue
+        last = max(max(positions.of(k, stage).values(), default=0) for k in MAKES_GRADIENTS)
+        if number < last:
+            found.append(
+                CheckError(
+                    f"{action} stands before the last W of its stage", where=where, fix="move it behind"
+                )
+            )
+        if kind is Kind.RESHARD and not positions.of(Kind.UNSHARD, stage):
+            found.append(
+                CheckError(f"{action} has no {stage}UNSHARD", where=where, fix="add it before the first F")
+            )
     return found
 
 

@@ -31,28 +31,31 @@ from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.messages import Message, messages_of
 from zbcompile.schedule.positions import Positions
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.stage_actions import with_stage_actions, with_those_of
 
 __all__ = ["insert_communication", "insert_in_total_order", "lowered", "post_slots"]
 
 
 def lowered(schedule: Schedule, problem: Problem) -> Schedule:
-    """Return an order in the form that an `EventGraph` of the problem's send mode takes.
+    """Return an order in the form that an `EventGraph` of the problem takes.
 
-    A compute-only order gets its sends and receives where sends hold their rank; every other order is
-    returned as it is.
+    An order without messages gets its sends and receives where sends hold their rank. Stages that cost
+    something once a step get their actions (`with_stage_actions`). Every other order is returned as it is.
 
     Raises
     ------
     CheckError
         An action that a message needs is missing.
     """
-    if schedule.has_communication or not problem.sends.holds_rank:
-        return schedule
-    return insert_communication(schedule, problem)
+    if not schedule.has_communication and problem.sends.holds_rank:
+        schedule = insert_communication(schedule, problem)
+    return with_stage_actions(schedule, problem)
 
 
 def insert_communication(schedule: Schedule, problem: Problem, depth: int | None = None) -> Schedule:
     """Put the sends and receives into an order, in place of those that it has.
+
+    Actions of stages as a whole stay behind the compute action that they stand behind.
 
     Parameters
     ----------
@@ -65,7 +68,7 @@ def insert_communication(schedule: Schedule, problem: Problem, depth: int | None
     CheckError
         An action that a message needs is missing, or stands on another rank than its stage.
     """
-    schedule = schedule.compute_only()
+    given, schedule = schedule, schedule.compute_only()
     _check_ranks(schedule, problem)
     positions = Positions(schedule)
     rank_of, mode = problem.placement.rank_of, problem.sends
@@ -101,7 +104,7 @@ def insert_communication(schedule: Schedule, problem: Problem, depth: int | None
             if not mode.receives_first:
                 line += posted_here
         order.append(line)
-    return Schedule.of(schedule.placement, schedule.num_microbatches, order)
+    return with_those_of(Schedule.of(schedule.placement, schedule.num_microbatches, order), given)
 
 
 def _check_ranks(schedule: Schedule, problem: Problem) -> None:
@@ -149,7 +152,7 @@ def insert_in_total_order(schedule: Schedule, problem: Problem) -> Schedule:
         An action that a message needs is missing or stands on another rank than its stage, or the order
         deadlocks.
     """
-    schedule = schedule.compute_only()
+    given, schedule = schedule, schedule.compute_only()
     _check_ranks(schedule, problem)
     many = max(1, len(problem.profile.edges) * problem.num_microbatches)
     messages = EventGraph(insert_communication(schedule, problem, many), problem).transfers()
@@ -170,7 +173,7 @@ def insert_in_total_order(schedule: Schedule, problem: Problem) -> Schedule:
             line.append(action)
             line.extend(posted[rank].get(k + 1, ()))
         order.append(line)
-    return Schedule.of(schedule.placement, schedule.num_microbatches, order)
+    return with_those_of(Schedule.of(schedule.placement, schedule.num_microbatches, order), given)
 
 
 def _before_weights(row: Sequence[Action], position: int) -> int:

@@ -29,7 +29,7 @@ def _check_amounts(owner: object, names: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one microbatch costs on one stage.
+    """What one microbatch costs on one stage, and what the stage costs once a step.
 
     Attributes
     ----------
@@ -47,12 +47,19 @@ class StageCost:
         A name for people.
     variants
         Other ways to run this stage (for instance with recompute), to choose from when memory binds. A
-        variant has no variants of its own; `Profile.choose` gives it the ``static_bytes`` and
-        ``gradient_bytes`` of the stage.
+        variant has no variants of its own; `Profile.choose` gives it the ``static_bytes``,
+        ``gradient_bytes``, ``unshard_ns``, ``reduce_ns`` and ``update_ns`` of the stage.
     gradient_bytes
         One gradient for each of the stage's trainable parameters, in bytes: what each microbatch whose
         gradients wait for their turn in the sum holds beside the sum (`zbcompile.schedule.held_gradients`).
         The sum itself is part of ``static_bytes``. 0: not known, or none.
+    unshard_ns, reduce_ns
+        Once a step, on the rank's channel for collectives of whole stages: time to gather the stage's
+        parameters, and to reduce its gradients over its replicas, in ns
+        (`zbcompile.schedule.stage_actions`). 0: there is no such action.
+    update_ns
+        Once a step: time of the optimizer's step for the stage, in ns, during which the rank does nothing
+        else.
 
     Raises
     ------
@@ -70,6 +77,9 @@ class StageCost:
     name: str = ""
     variants: tuple[StageCost, ...] = ()
     gradient_bytes: int = 0
+    unshard_ns: int = 0
+    reduce_ns: int = 0
+    update_ns: int = 0
 
     def __post_init__(self) -> None:
         _check_amounts(self, _AMOUNTS)
@@ -108,8 +118,19 @@ class StageCost:
     def of_stage(self, stage: StageCost) -> StageCost:
         """Return this way to run a stage with what every way of it holds, and without variants."""
         return replace(
-            self, variants=(), static_bytes=stage.static_bytes, gradient_bytes=stage.gradient_bytes
+            self,
+            variants=(),
+            static_bytes=stage.static_bytes,
+            gradient_bytes=stage.gradient_bytes,
+            unshard_ns=stage.unshard_ns,
+            reduce_ns=stage.reduce_ns,
+            update_ns=stage.update_ns,
         )
+
+    @property
+    def has_step_costs(self) -> bool:
+        """Whether the stage costs anything once a step: a gather, a reduction or an update."""
+        return bool(self.unshard_ns or self.reduce_ns or self.update_ns)
 
     @property
     def work_ns(self) -> int:

@@ -50,8 +50,8 @@ def critical_path(graph: EventGraph, timeline: Timeline) -> list[tuple[int, int]
     """Return (rank, position) of the compute actions in the chain of waits to the end that decides the step.
 
     That is the end of the rank with the longest span, or under makespan the last end. Between two
-    actions of the chain lie only the travel of a message and the wait for a send. Nothing but a shorter chain
-    makes that rank end earlier.
+    actions of the chain lie only the travel of a message, the wait for a send and what a gather or a
+    reduction takes. Nothing but a shorter chain makes that rank end earlier.
 
     Parameters
     ----------
@@ -63,10 +63,11 @@ def critical_path(graph: EventGraph, timeline: Timeline) -> list[tuple[int, int]
     by_span = timeline.problem.objective == "span"
     lengths = timeline.rank_span if by_span else timeline.rank_end
     rank = max(range(len(lengths)), key=lambda r: lengths[r])
-    nodes = [node for node in graph.node_of[rank] if graph.transfer_of[node] < 0]
-    if not nodes:
+    ending, start = graph.ending(rank), graph.earliest()
+    if not ending or start is None:
         return []
-    decides, chain, node = waited_for(graph), [], nodes[-1]
+    decides, chain = waited_for(graph), []
+    node = max(ending, key=lambda n: start[n] + graph.duration[n])
     while node >= 0:
         place = place_of(graph, node)
         if place is not None and graph.transfer_of[node] < 0:

@@ -1,9 +1,10 @@
 """The event graph of an order: it proves that the step ends, predicts its times and names chains of waits.
 
-Nodes are the actions of every rank, in order, and one transfer per message. An edge a -> b with weight w
-says: b starts at least w ns after a started. A message's transfer starts when both its send and its receive
-are posted and the message before it on the channel has left. A channel is a directed pair of ranks, first in,
-first out.
+Nodes are the actions of every rank, in order, one transfer per message, and one per action of a stage as a
+whole: its time on the rank's channel for these (`zbcompile.schedule.stage_actions`). An edge a -> b with
+weight w says: b starts at least w ns after a started. A message's transfer starts when both its send and its
+receive are posted and the message before it on the channel has left. A channel is a directed pair of ranks,
+first in, first out.
 
 A rank posts its sends and receives and goes on. Before which actions it then waits for which of them, the
 problem's send mode says (`zbcompile.schedule.semantics`). With S send slots, posting the k-th send of a
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from itertools import chain
 from types import MappingProxyType
 from typing import NamedTuple
@@ -28,6 +30,7 @@ from zbcompile.schedule.messages import Message
 from zbcompile.schedule.positions import Key, Positions
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.rules import SENT_BY, Dependency, Step, dependencies, durations, unfused
+from zbcompile.schedule.stage_actions import channel_ns, update_ns
 
 __all__ = ["EventGraph", "describe_wait"]
 
@@ -115,9 +118,10 @@ class EventGraph:
     successors
         Of every node, as (node, weight in ns).
     transfer_of
-        The transfer of every send and receive; -1 for compute actions.
+        The transfer of every send and receive, and that of every action of a stage as a whole; -1 for compute
+        actions.
     carried
-        The send of every transfer.
+        Of every transfer the send, or the action of a stage as a whole.
 
     Raises
     ------
@@ -154,6 +158,7 @@ class EventGraph:
             self._add_transfers()
             if one_communicator:
                 self._add_queues()
+        self._add_stage_actions()
         self._add_order()
         self._add_data()
 
@@ -187,7 +192,7 @@ class EventGraph:
         slots, received = self.send_slots, []
         for node, action in enumerate(chain.from_iterable(self.schedule.order)):
             kind = action.kind
-            if kind.is_compute:
+            if not kind.is_message:
                 continue
             if kind.is_recv:
                 received.append((node, action))
@@ -250,6 +255,31 @@ class EventGraph:
             for before, after in zip(queue, queue[1:], strict=False):
                 self._edge(before, after, self.duration[before])
 
+    def _add_stage_actions(self) -> None:
+        """Add the time that each action of a stage as a whole takes on its rank's channel."""
+        if not any(kind.is_of_stage for kind, _, _ in self.positions.rows):
+            return
+        duration, successors = self.duration, self.successors
+        for nodes, row in zip(self.node_of, self.schedule.order, strict=True):
+            earlier = -1
+            for node, action in zip(nodes, row, strict=True):
+                if not action.kind.is_of_stage:
+                    continue
+                transfer = self.transfer_of[node] = len(duration)
+                duration.append(channel_ns(action, self.problem))
+                successors.append([])
+                self.carried.append(action)
+                successors[node].append((transfer, 0))
+                if action.kind is Kind.RESHARD:
+                    continue
+                if earlier >= 0:
+                    successors[earlier].append((transfer, duration[earlier]))
+                earlier = transfer
+                if action.kind is Kind.UNSHARD:
+                    forwards = self.positions.of(Kind.FORWARD, action.stage).values()
+                    if forwards:
+                        successors[transfer].append((min(forwards), duration[transfer]))
+
     def transfers(self) -> list[Message]:
         """Return all messages by planned start of their transfer, ties in topological order.
 
@@ -263,8 +293,9 @@ class EventGraph:
             raise CheckError("deadlock: " + describe_wait(self))
         index = {node: k for k, node in enumerate(order)}
         actions = len(self.transfer_of)
-        nodes = sorted(range(actions, len(early)), key=lambda node: (early[node], index[node]))
-        return [Message.of(self.carried[node - actions]) for node in nodes]
+        sent = [n for n in range(actions, len(early)) if self.carried[n - actions].kind.is_message]
+        sent.sort(key=lambda node: (early[node], index[node]))
+        return [Message.of(self.carried[node - actions]) for node in sent]
 
     def _add_order(self) -> None:
         successors, duration = self.successors, self.duration
@@ -377,12 +408,58 @@ class EventGraph:
         self._sorted, self._start = order, start
         return order
 
+    def reweighted(self, successors: Mapping[int, list[tuple[int, int]]]) -> EventGraph:
+        """Return this graph with other weights of the same edges, for which its order is not sought again.
+
+        Parameters
+        ----------
+        successors
+            The new edges of some nodes. The graph has no cycle.
+        """
+        other = copy(self)
+        other.successors = list(self.successors)
+        for node, edges in successors.items():
+            other.successors[node] = edges
+        start = [0] * len(self.duration)
+        for node in self._order():
+            begin = start[node]
+            for after, weight in other.successors[node]:
+                if begin + weight > start[after]:
+                    start[after] = begin + weight
+        other._start = start
+        return other
+
     def earliest(self) -> list[int] | None:
         """Return the earliest start of every node in ns, or None when the graph has a cycle."""
         return self._start if len(self._order()) == len(self.duration) else None
 
+    def ending(self, rank: int) -> list[int]:
+        """Return the nodes that a rank ends no sooner than: its last compute action, and its channel's."""
+        nodes = self.node_of[rank]
+        compute = next((node for node in reversed(nodes) if self.transfer_of[node] < 0), None)
+        shared = [self.transfer_of[n] for n in nodes if self._is_of_stage(n)]
+        return shared if compute is None else [compute, *shared]
+
+    def _is_of_stage(self, node: int) -> bool:
+        transfer = self.transfer_of[node]
+        return transfer >= 0 and self.carried[transfer - len(self.transfer_of)].kind.is_of_stage
+
+    def rank_ends(self, early: list[int]) -> list[int]:
+        """Return when every rank has ended its actions, its reductions and its update, in ns.
+
+        Parameters
+        ----------
+        early
+            What `earliest` returned.
+        """
+        ends = []
+        for rank in range(self.schedule.num_ranks):
+            last = max((early[n] + self.duration[n] for n in self.ending(rank)), default=0)
+            ends.append(last + update_ns(self.problem, rank))
+        return ends
+
     def latest_first_starts(self, early: list[int]) -> list[int]:
-        """Return per rank the latest start in ns of its first compute action, with every rank's end kept.
+        """Return per rank the latest start in ns of its first F or UNSHARD, with every rank's end kept.
 
         Parameters
         ----------
@@ -390,19 +467,21 @@ class EventGraph:
             What `earliest` returned.
         """
         late, successors = [_FAR] * len(early), self.successors
-        firsts: list[int | None] = []
-        for nodes in self.node_of:
-            compute = [node for node in nodes if self.transfer_of[node] < 0]
-            firsts.append(compute[0] if compute else None)
-            if compute:
-                late[compute[-1]] = early[compute[-1]]
+        firsts: list[list[int]] = []
+        for rank, (nodes, end) in enumerate(zip(self.node_of, self.rank_ends(early), strict=True)):
+            ending = self.ending(rank)
+            compute = next((node for node in nodes if self.transfer_of[node] < 0), None)
+            firsts.append([n for n in ending if n >= len(self.transfer_of)])
+            firsts[-1] += [] if compute is None else [compute]
+            for node in ending:
+                late[node] = end - update_ns(self.problem, rank) - self.duration[node]
         for node in reversed(self._order()):
             best = late[node]
             for after, weight in successors[node]:
                 if late[after] - weight < best:
                     best = late[after] - weight
             late[node] = best
-        return [0 if n is None else late[n] for n in firsts]
+        return [min((late[n] for n in nodes), default=0) for nodes in firsts]
 
     def times(self, rank: int, start: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return starts and ends of a rank's actions in ns; a send or receive has those of its transfer."""
@@ -414,7 +493,8 @@ class EventGraph:
         """Name a node for people."""
         actions = len(self.transfer_of)
         if node >= actions:
-            return str(Message.of(self.carried[node - actions]))
+            carried = self.carried[node - actions]
+            return str(Message.of(carried)) if carried.kind.is_message else f"{carried} on its channel"
         rank = bisect_right(self.positions.base, node) - 1
         return f"{self.schedule.order[rank][self.positions.position[node]]} on rank {rank}"
 

@@ -37,13 +37,18 @@ class Kind(enum.Enum):
     Attributes
     ----------
     letter
-        The short form on the screen and in the text form: F, B, W, BW, SF, RF, SB, RB.
+        The short form on the screen and in the text form: F, B, W, BW, SF, RF, SB, RB, UNSHARD, RESHARD,
+        REDUCE_GRAD.
     is_compute
         True for F, B, W and BW.
     is_send
         True for a send of an activation or of a gradient.
     is_recv
         True for a receive of an activation or of a gradient.
+    is_message
+        True for a send or a receive: it has a peer stage.
+    is_of_stage
+        True for UNSHARD, RESHARD and REDUCE_GRAD, which belong to a stage and to no microbatch.
     """
 
     FORWARD = "forward"
@@ -54,23 +59,32 @@ class Kind(enum.Enum):
     RECV_F = "recv_f"
     SEND_B = "send_b"
     RECV_B = "recv_b"
+    UNSHARD = "unshard"
+    RESHARD = "reshard"
+    REDUCE_GRAD = "reduce_grad"
 
     letter: str
     is_compute: bool
     is_send: bool
     is_recv: bool
+    is_message: bool
+    is_of_stage: bool
 
     __hash__ = object.__hash__  # members are singletons; Enum's own hash is slow Python code
 
 
-for _kind, _letter in zip(Kind, ("F", "B", "W", "BW", "SF", "RF", "SB", "RB"), strict=True):
+_LETTERS = ("F", "B", "W", "BW", "SF", "RF", "SB", "RB", "UNSHARD", "RESHARD", "REDUCE_GRAD")
+for _kind, _letter in zip(Kind, _LETTERS, strict=True):
     _kind.letter = _letter
     _kind.is_send = _kind in (Kind.SEND_F, Kind.SEND_B)
     _kind.is_recv = _kind in (Kind.RECV_F, Kind.RECV_B)
-    _kind.is_compute = not (_kind.is_send or _kind.is_recv)
+    _kind.is_message = _kind.is_send or _kind.is_recv
+    _kind.is_of_stage = _kind in (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)
+    _kind.is_compute = not (_kind.is_message or _kind.is_of_stage)
 _BY_LETTER = {kind.letter: kind for kind in Kind}
 _NUMBER_TEXT = re.compile("[0-9]{1,7}")
 _ACTION_TEXT = re.compile(r"([0-9]{1,7})(BW|SF|RF|SB|RB|F|B|W)([0-9]{1,7})(?:([<>])([0-9]{1,7}))?")
+_STAGE_TEXT = re.compile("([0-9]{1,7})(UNSHARD|RESHARD|REDUCE_GRAD)")
 
 
 def _number(text: str) -> int:
@@ -81,20 +95,23 @@ def _number(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does for one stage and one microbatch.
+    """One thing that a rank does for one stage and one microbatch, or for a stage as a whole.
 
     At a send the rank hands the message to the channel; at a receive it posts the buffer. The rank waits for
     a received message only at the compute action that uses it.
 
     Attributes
     ----------
+    microbatch
+        The microbatch; 0 for the actions of a stage as a whole.
     peer
-        The other stage of a send or receive; None for compute.
+        The other stage of a send or receive; None for all others.
 
     Raises
     ------
     UsageError
-        A compute action with a peer, or a send or receive without one.
+        A send or receive without a peer, another action with one, or an action of a stage as a whole with a
+        microbatch.
     """
 
     kind: Kind
@@ -103,11 +120,15 @@ class Action:
     peer: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.peer is None) != self.kind.is_compute:
-            wanted = "no peer" if self.kind.is_compute else "a peer stage"
+        if (self.peer is None) == self.kind.is_message:
+            wanted = "a peer stage" if self.kind.is_message else "no peer"
             raise UsageError(f"{self.kind.value} takes {wanted}", given=self.peer)
+        if self.microbatch and self.kind.is_of_stage:
+            raise UsageError(f"{self.kind.value} takes no microbatch", needed=0, given=self.microbatch)
 
     def __str__(self) -> str:
+        if self.kind.is_of_stage:
+            return f"{self.stage}{self.kind.letter}"
         text = f"{self.stage}{self.kind.letter}{self.microbatch}"
         if self.peer is None:
             return text
@@ -124,9 +145,13 @@ class Action:
         """
         match = _ACTION_TEXT.fullmatch(text)
         if match is None:
+            whole = _STAGE_TEXT.fullmatch(text)
+            if whole is not None:
+                return Action(_BY_LETTER[whole.group(2)], int(whole.group(1)), 0)
             raise FormatError(
                 f"{text[:40]!r} is not an action",
-                fix="write stage, letter, microbatch, as 2F0 or 2SF0>3; letters are F B W BW SF RF SB RB",
+                fix="write stage, letter, microbatch, as 2F0 or 2SF0>3 (letters F B W BW SF RF SB RB), "
+                "or a stage with UNSHARD, RESHARD or REDUCE_GRAD",
             )
         stage, letter, microbatch, arrow, peer = match.groups()
         kind = _BY_LETTER[letter]
@@ -287,7 +312,7 @@ class Schedule(Pictured):
                 yield rank, position, action
 
     def compute_only(self) -> Schedule:
-        """Return the same order without sends and receives."""
+        """Return the order of F, B, W and BW alone: without messages and actions of stages as a whole."""
         return Schedule.of(
             self.placement,
             self.num_microbatches,
@@ -297,7 +322,12 @@ class Schedule(Pictured):
     @property
     def has_communication(self) -> bool:
         """Whether the order contains a send or a receive."""
-        return any(not a.kind.is_compute for row in self.order for a in row)
+        return any(a.kind.is_message for row in self.order for a in row)
+
+    @property
+    def has_stage_actions(self) -> bool:
+        """Whether the order contains an action of a stage as a whole."""
+        return any(a.kind.is_of_stage for row in self.order for a in row)
 
     @property
     def split_backwards(self) -> tuple[int, int]:

@@ -141,7 +141,8 @@ def check_amounts(profile: Profile, num_microbatches: int, where: str = "") -> N
     """
     work_ns = sum(max(map(_longest_ns, (stage, *stage.variants))) for stage in profile.stages)
     host_ns = 3 * profile.overhead_ns * profile.num_stages
-    total = num_microbatches * (work_ns + host_ns + _travel_ns(profile))
+    once_ns = sum(stage.unshard_ns + stage.reduce_ns + stage.update_ns for stage in profile.stages)
+    total = num_microbatches * (work_ns + host_ns + _travel_ns(profile)) + once_ns
     if total > MAX_AMOUNT:
         raise UsageError(
             "the times are too large to add up",

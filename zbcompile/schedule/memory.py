@@ -20,7 +20,7 @@ The clock, the judge, the kernels' tables, the dispatch and the makers of orders
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -168,10 +168,6 @@ class Memory:
         M_W counts as min(M_B, M_W). Bounds over every choice of fusing take these.
         """
         return Memory.of_bytes(self.saved, tuple(map(min, self.saved, self.pending)))
-
-    def without_sets(self) -> Memory:
-        """Return the rule without gradients that wait for their turn in the sum."""
-        return replace(self, set_bytes=(0,) * len(self.set_bytes))
 
     @property
     def most_at_once(self) -> tuple[int, ...]:

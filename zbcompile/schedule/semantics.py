@@ -8,9 +8,10 @@ message has arrived, and before which of its actions::
     rendezvous  sends                its next action        one send holds the rank until it is received
     batched     sends and receives   its next compute       all between two compute actions is one exchange
 
-The event graph adds these waits, the planner's clock and the emitted program do them, and whether there are
-any decides which bounds, proofs and searches serve. A mode is data: a new one is one more object in
-`SEND_MODES`, from which formats, schemas and commands take the names.
+Actions of a stage as a whole (`zbcompile.schedule.stage_actions`) use a channel of their own and wait for
+none of them. The event graph adds these waits, the planner's clock and the emitted program do them, and
+whether there are any decides which bounds, proofs and searches serve. A mode is data: a new one is one more
+object in `SEND_MODES`, from which formats, schemas and commands take the names.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ RECEIVE_DEPTH = 2
 See docs/reference/send-modes.md.
 """
 
-_ALL = frozenset(Kind)
+_ALL = frozenset(kind for kind in Kind if not kind.is_of_stage)
 _COMPUTE = frozenset(kind for kind in Kind if kind.is_compute)
 _SENDS = frozenset(kind for kind in Kind if kind.is_send)
 

@@ -1,5 +1,8 @@
 """The simulator: it takes an order and a problem and gives times and memory.
 
+Times count the whole step: gathers before the first F's, reductions of gradients and the optimizer's step
+after the last W's (`zbcompile.schedule.stage_actions`).
+
 Span of an order (arXiv 2401.10241, section 2.2): first every action starts as early as possible; then, with
 each rank's end fixed, every rank's first action starts as late as possible. The span is the longest distance
 that remains. Earliest times alone would overstate it.
@@ -16,6 +19,7 @@ from zbcompile.schedule.event_graph import EventGraph, describe_wait
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.memory import memory_after, memory_peaks
 from zbcompile.schedule.problem import Objective, Problem
+from zbcompile.schedule.stage_actions import update_ns
 
 __all__ = ["Timeline", "simulate", "timeline_of"]
 
@@ -31,9 +35,12 @@ class Timeline:
         is the lowered one here.
     start, end
         Per rank and position in ``schedule.order``, in ns from the first start. Communication actions have
-        the times of the transfer; compute actions have the times on the rank.
+        the times of the transfer, actions of a stage as a whole those on their channel; compute actions have
+        the times on the rank.
+    rank_end
+        Per rank, when its last action, its last reduction and its update have ended, in ns.
     latest_start
-        Per rank, how late its first action may start with all ends kept, in ns.
+        Per rank, how late its first F or UNSHARD may start with all ends kept, in ns.
     memory
         Per rank and position, bytes held right after the action began (F) or ended (others), static bytes
         included (`zbcompile.schedule.memory`).
@@ -43,20 +50,25 @@ class Timeline:
     problem: Problem
     start: tuple[tuple[int, ...], ...]
     end: tuple[tuple[int, ...], ...]
+    rank_end: tuple[int, ...]
     latest_start: tuple[int, ...]
     memory: tuple[tuple[int, ...], ...]
 
     @cached_property
-    def rank_end(self) -> tuple[int, ...]:
+    def compute_end(self) -> tuple[int, ...]:
         """End of each rank's last compute action, in ns."""
         return tuple(
             max((e for a, e in zip(row, ends, strict=True) if a.kind.is_compute), default=0)
             for row, ends in zip(self.schedule.order, self.end, strict=True)
         )
 
+    def exposed_ns(self, rank: int) -> int:
+        """Return how long a rank waits for reductions after its last compute action, before its update."""
+        return self.rank_end[rank] - update_ns(self.problem, rank) - self.compute_end[rank]
+
     @cached_property
     def rank_span(self) -> tuple[int, ...]:
-        """Per rank, the end of the last action minus the latest start of the first, in ns."""
+        """Per rank, its end minus the latest start of its first action, in ns."""
         return tuple(e - s for e, s in zip(self.rank_end, self.latest_start, strict=True))
 
     @property
@@ -139,4 +151,4 @@ def timeline_of(graph: EventGraph) -> Timeline:
     times = [graph.times(rank, early) for rank in ranks]
     memory = tuple(tuple(memory_after(schedule, problem, rank)) for rank in ranks)
     start, end = tuple(s for s, _ in times), tuple(e for _, e in times)
-    return Timeline(schedule, problem, start, end, tuple(late), memory)
+    return Timeline(schedule, problem, start, end, tuple(graph.rank_ends(early)), tuple(late), memory)

@@ -83,6 +83,7 @@ def stage_at(stage: StageCost, speed: int) -> StageCost:
         backward_input_ns=at(stage.backward_input_ns),
         backward_weight_ns=at(stage.backward_weight_ns),
         full_backward_ns=at(stage.full_backward_ns),
+        update_ns=at(stage.update_ns),
         variants=tuple(stage_at(variant, speed) for variant in stage.variants),
     )
 

@@ -8,6 +8,7 @@ A root is one of these::
     held     a rank that a blocking send held
     receive  a message whose buffer was posted late
     channel  a message behind another one on its channel
+    gather   the parameters of a sharded stage, which are gathered
 """
 
 from __future__ import annotations
@@ -147,6 +148,8 @@ def _arrival(waits: Waits, node: int) -> tuple[list[Link], int | None]:
             return [], source
         return [_link(waits, "receive", node, until_ns=waits.start[source])], None
     send = waits.graph.carried[source - waits.num_actions]
+    if send.kind.is_of_stage:
+        return [_link(waits, "gather", node, until_ns=waits.end(source))], None
     kind = Kind.FORWARD if send.kind is Kind.SEND_F else Kind.BACKWARD_INPUT
     positions, left = waits.graph.positions, waits.start[source]
     posted = positions.number(send)

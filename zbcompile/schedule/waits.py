@@ -113,6 +113,8 @@ class Waits:
     def _brings(self, transfer: int, node: int) -> bool:
         """Return whether a transfer carries what an action computes with."""
         send, action = self.graph.carried[transfer - self.num_actions], self.action(node)
+        if send.kind.is_of_stage:
+            return True
         if send.peer != action.stage or send.microbatch != action.microbatch:
             return False
         return action.kind is Kind.FORWARD if send.kind is Kind.SEND_F else action.kind in _BACKWARDS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbcompile.schedule.coarsen import coarsened
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
@@ -10,7 +10,7 @@ from zbcompile.schedule.memory import uses_of
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, simulate
 
-__all__ = ["Baseline", "one_f_one_b"]
+__all__ = ["Baseline", "one_f_one_b", "split_apart"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +82,23 @@ def _row(rank: int, warmup: int, m: int) -> list[Action]:
         if warmup + i < m:
             row.append(Action(Kind.FORWARD, rank, warmup + i))
     return row
+
+
+def split_apart(schedule: Schedule) -> Schedule:
+    """Return an order with every fused backward as B and W, one right after the other.
+
+    ``0BW0  -->  0B0 0W0``. The gradient goes to the next rank before W.
+    """
+    rows = [
+        [
+            part
+            for action in row
+            for part in (
+                (replace(action, kind=Kind.BACKWARD_INPUT), replace(action, kind=Kind.BACKWARD_WEIGHT))
+                if action.kind is Kind.FULL_BACKWARD
+                else (action,)
+            )
+        ]
+        for row in schedule.compute_only().order
+    ]
+    return Schedule.of(schedule.placement, schedule.num_microbatches, rows)

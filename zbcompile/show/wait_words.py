@@ -113,6 +113,9 @@ class WaitWords:
             return f"rank {rank} runs {self._counted(link.first)} before {name}, whose data is there{busy}"
         if link.kind == "receive":
             return f"rank {rank} posts the receive for {name} only at {self.at(link.until_ns)}"
+        if link.kind == "gather":
+            until = self.at(link.until_ns)
+            return f"rank {rank} gathers the parameters of stage {link.action.stage} until {until}"
         assert link.until is not None
         sent = "activation" if link.until.kind is Kind.SEND_F else "gradient"
         sent = f"the {sent} of microbatch {link.until.microbatch}"

@@ -50,6 +50,9 @@ def instant_links(problem: Problem) -> tuple[Problem, int] | None:
                 instance.pending[s],
                 cost.static_bytes,
                 gradient_bytes=cost.gradient_bytes,
+                unshard_ns=cost.unshard_ns,
+                reduce_ns=cost.reduce_ns,
+                update_ns=cost.update_ns,
             )
         )
     edges = tuple(Edge(e.source, e.target) for e in profile.edges)

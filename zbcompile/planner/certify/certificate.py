@@ -341,6 +341,9 @@ def _least(ways: list[StageCost]) -> StageCost:
         min(w.saved_for_weight_bytes for w in ways),
         ways[0].static_bytes,
         gradient_bytes=ways[0].gradient_bytes,
+        unshard_ns=ways[0].unshard_ns,
+        reduce_ns=ways[0].reduce_ns,
+        update_ns=ways[0].update_ns,
     )
 
 

@@ -140,13 +140,6 @@ class Instance:
         weight = tuple(min(w, d - b) for w, d, b in zip(self.weight, self.fused, backward, strict=True))
         return replace(self, backward=backward, weight=weight, memory=self.memory.relaxed())
 
-    def without_sets(self) -> Instance:
-        """Return the problem in which no gradient waits for its turn in the sum.
-
-        What leaves those bytes out proves bounds that hold; its orders may not fit.
-        """
-        return replace(self, memory=self.memory.without_sets())
-
     @property
     def saved(self) -> tuple[int, ...]:
         """M_B of every stage in bytes, for proofs; searches ask ``memory``."""

@@ -17,6 +17,7 @@ from zbcompile.planner.core.latest_starts import latest_row_starts
 from zbcompile.planner.core.paths import NO_PATH, Paths
 from zbcompile.planner.core.score import fits, value_of
 from zbcompile.planner.core.times import Clock
+from zbcompile.planner.exact.memory_model import add_memory
 from zbcompile.planner.exact.message_model import add_messages
 from zbcompile.planner.exact.order_model import OrderModel
 from zbcompile.planner.exact.solver import run
@@ -74,8 +75,7 @@ class _Question:
     Attributes
     ----------
     instance
-        The problem. The model does not know of gradients that wait for their turn in a sum: its bounds hold,
-        its orders are offered and may not fit.
+        The problem.
     clock
         The clock of its send mode where sends hold their rank, else ``None``.
     fusing
@@ -132,6 +132,7 @@ class _Question:
         if not orders.in_reach:
             return ExactResult(None, None, upper + 1, True, 0.0)
         orders.model.add(orders.value <= ticks.most(upper))
+        add_memory(orders)
         add_messages(orders)
         orders.chain()
         if early:
@@ -215,7 +216,7 @@ def solve_exact(
     fusing
         Which backwards may be, or are, fused.
     """
-    question = _Question(instance.without_sets(), clock, fusing, seed)
+    question = _Question(instance, clock, fusing, seed)
     value = None if incumbent is None else question.value(incumbent)
     upper, spent = question.longest() if value is None else value, 0.0
     if value is None or value > lower:
@@ -260,5 +261,5 @@ def ask_below(
     The proof is ``proved`` without ``codes``. A question far below the optimum is often answered in a second
     on problems that the solver never minimises: a short horizon leaves no choice.
     """
-    question = _Question(instance.without_sets(), clock, Fusing.AUTO, seed)
+    question = _Question(instance, clock, Fusing.AUTO, seed)
     return question.answer(0, value_ns - 1, None, time_limit_s, any_order=True)

@@ -3,7 +3,8 @@
 Variables: the start of every F, backward and W; whether a backward is fused, which makes it a BW and leaves
 out its W; per rank the booleans "a is before b" that its memory and its messages need. The k-th of each
 (kind, stage) is microbatch k, and a W that is left out has no place. Where sends hold their rank, messages
-are in the model too (`zbcompile.planner.exact.message_model`).
+are in the model too (`zbcompile.planner.exact.message_model`); memory is
+`zbcompile.planner.exact.memory_model`'s.
 
 A step ends on every rank as early as its order allows (`zbcompile.schedule.simulate`). For the span the model
 may end a rank later, so that another one starts later: its value is never more than that of its order, and
@@ -104,7 +105,6 @@ class OrderModel:
         self._dependencies()
         for rank in range(self.instance.num_ranks):
             self._one_at_a_time(rank)
-            self._memory(rank)
         self.value = self.model.new_int_var(min(lower, horizon), horizon, "value")
         self._objective()
 
@@ -247,49 +247,6 @@ class OrderModel:
                 self.model.add(self.start[then] >= after).only_enforce_if([way, *there])
             self.before[a, b] = literal
         return self.before[a, b]
-
-    def _memory(self, rank: int) -> None:
-        """Keep the bytes held right after each F within the headroom.
-
-        And right after each B that adds bytes, where M_W > M_B.
-        """
-        instance, headroom = self.instance, self.instance.headroom[rank]
-        saved, pending = instance.saved, instance.pending
-        everything = sum(
-            instance.num_microbatches * max(saved[s], pending[s]) for s in instance.stages_of[rank]
-        )
-        if everything <= headroom:
-            return
-        growing = [op for op in self.rank_ops(rank, B) if pending[op[1]] > saved[op[1]]]
-        for here in self.rank_ops(rank, F) + growing:
-            held: list[cp_model.LinearExprT] = []
-            for s in instance.stages_of[rank]:
-                for i in range(instance.num_microbatches):
-                    held += self._held(s, i, here)
-            within = self.model.add(sum(held) <= headroom)
-            if here[0] == B and (split := self.split(here)) is not True:
-                within.only_enforce_if([split])
-
-    def _held(self, s: int, i: int, here: Op) -> Iterator[cp_model.LinearExprT]:
-        """Yield the bytes of one stage and microbatch right after the action ``here``, in terms to add up.
-
-        A fused backward gives back M_B alone: its W, which does not run, counts as done with it.
-        """
-        saved, pending = self.instance.saved[s], self.instance.pending[s]
-        done = [True if op == here else self.precedes(op, here) for op in ((F, s, i), (B, s, i))]
-        if saved:
-            yield saved * done[0]
-        if saved != pending or (pending and self.fused[s, i] is not False):
-            yield (pending - saved) * done[1]
-        if not pending:
-            return
-        weight, fused = self.precedes((W, s, i), here), self.fused[s, i]
-        if fused is True:
-            weight = done[1]
-        elif fused is not False and not isinstance(weight, bool):
-            self.model.add_bool_or([~fused, negated(weight), done[1]])
-            self.model.add_bool_or([~fused, weight, negated(done[1])])
-        yield -pending * weight
 
     def chain(self) -> None:
         """Tell the solver that what comes after a later microbatch comes after the earlier one too."""

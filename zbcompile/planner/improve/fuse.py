@@ -35,6 +35,7 @@ from zbcompile.planner.starts.fused_patterns import (
     FusedPattern,
     fused_list_schedule,
     fused_patterns,
+    rule_of_thumb,
     window_choices,
 )
 from zbcompile.planner.starts.list_schedule import Recipe, standard_limits
@@ -75,10 +76,9 @@ class RuleOfThumb:
 
     def propose(self, run: Run) -> Iterator[Order]:
         """Yield the rule's forms."""
-        rule = window_choices(run.instance)[0]
-        forms = (pattern for pattern in fused_patterns(run.instance) if pattern.windows == rule)
-        for pattern in itertools.islice(forms, max(1, _RULE_ACTIONS // run.actions)):
-            yield Order(pattern.codes(run.instance), (self.name,))
+        forms = rule_of_thumb(run.instance)
+        for codes in itertools.islice(forms, max(1, _RULE_ACTIONS // run.actions)):
+            yield Order(codes, (self.name,))
 
 
 @dataclass(frozen=True, slots=True)

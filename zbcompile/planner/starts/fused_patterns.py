@@ -15,7 +15,14 @@ from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.starts.list_schedule import ListRun, Recipe
 
-__all__ = ["FusedPattern", "alternate", "fused_list_schedule", "fused_patterns", "window_choices"]
+__all__ = [
+    "FusedPattern",
+    "alternate",
+    "fused_list_schedule",
+    "fused_patterns",
+    "rule_of_thumb",
+    "window_choices",
+]
 
 Windows = tuple[tuple[int, int], ...]
 """Per rank (head, tail): how many microbatches are split at the start and at the end."""
@@ -224,3 +231,11 @@ def fused_patterns(instance: Instance) -> Iterator[FusedPattern]:
         for warm in warms:
             for waiting in waits:
                 yield FusedPattern(tuple(max(1, min(m, w)) for w in warm), tuple(waiting), windows)
+
+
+def rule_of_thumb(instance: Instance) -> Iterator[Codes]:
+    """Yield orders that split by the rule of thumb: rank r the first r and the last p - r, rank 0 none."""
+    rule = window_choices(instance)[0]
+    for pattern in fused_patterns(instance):
+        if pattern.windows == rule:
+            yield pattern.codes(instance)
