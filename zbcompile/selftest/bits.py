@@ -14,23 +14,18 @@ from zbcompile.selftest.settings import Found, Settings
 
 __all__ = ["in_one_process", "on_two_processes"]
 
-_CASES = (
-    ("gpt2, float32, dropout", "gpt2", torch.float32, 0.1),
-    ("llama, float32", "llama", torch.float32, 0.0),
-    ("llama, bfloat16", "llama", torch.bfloat16, 0.0),
-)
-
 
 def in_one_process(rank: int, settings: Settings) -> Found:
     """Run all four stages in this process on one device and compare every gradient with autograd."""
     found, device = Found(), device_of(settings.device)
     with _fixed_order_of_sums():
-        for name, family, dtype, dropout in _CASES:
+        for family, dtype, dropout in settings.cases:
+            name = f"{family}, {dtype}, dropout {dropout:g}"
             try:
                 model, tokens = model_and_tokens(
                     family, settings.step_hidden, settings.step_length, device, dropout
                 )
-                other = copied(model.to(dtype))
+                other = copied(model.to(getattr(torch, dtype)))
                 with compiled(model, tokens, 4) as pipeline:
                     compare(found, name, pipeline, other, tokens)
             except Exception as error:

@@ -31,6 +31,8 @@ class Settings:
         What compiles the graphs that are timed.
     families
         Kinds of blocks that are timed.
+    cases
+        Models that are compared with autograd to the bit: kind of blocks, dtype, rate of dropout.
     step_hidden, step_length
         Of the models of whole steps.
     copy_bytes, products
@@ -47,6 +49,11 @@ class Settings:
     rounds: int = 10
     backends: tuple[str, ...] = ("eager", "inductor")
     families: tuple[str, ...] = ("gpt2", "llama")
+    cases: tuple[tuple[str, str, float], ...] = (
+        ("gpt2", "float32", 0.1),
+        ("llama", "float32", 0.0),
+        ("llama", "bfloat16", 0.0),
+    )
     step_hidden: int = 1024
     step_length: int = 512
     copy_bytes: int = 256 << 20
@@ -64,6 +71,7 @@ SIZES = {
         dtype="float32",
         rounds=2,
         backends=("eager",),
+        cases=(("gpt2", "float32", 0.1), ("llama", "bfloat16", 0.0)),
         step_hidden=32,
         step_length=16,
         copy_bytes=1 << 16,
