@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
     from zbcompile.passes.partition.partition import Policy
     from zbcompile.passes.split.split_backward import Recompute
@@ -58,6 +59,10 @@ class CompileOptions:
         The plan that the order comes from, with its costs and certificate, where it was made for such stages.
     plan_group
         The processes that run one plan, which several pipelines may share; None: those of the pipeline.
+    mesh
+        All processes of a job of several pipelines, with dimensions ``pp`` and ``dp``; None: no such job.
+    data_group
+        The processes that run the same stages as this one, where there is no mesh; None: it alone.
     cache
         Folder of plans that were made before; None: none.
     whole
@@ -112,6 +117,8 @@ class CompileOptions:
     num_ranks: int | None = None
     group: ProcessGroup | None = None
     plan_group: ProcessGroup | None = None
+    mesh: DeviceMesh | None = None
+    data_group: ProcessGroup | None = None
     seed: int = 0
     recompute: Recompute = "none"
     split_points: Sequence[str] | Policy | None = None
@@ -144,6 +151,18 @@ class CompileOptions:
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name))
         check_seed(self.seed)
+        if self.mesh is not None and (self.group is not None or self.data_group is not None):
+            raise UsageError(
+                "the mesh says which processes are a pipeline, and which are replicas",
+                where="mesh",
+                fix="leave group and data_group out",
+            )
+        if self.data_group is not None and self.group is None:
+            raise UsageError(
+                "data_group are the replicas of one rank of a pipeline, whose group is not given",
+                where="data_group",
+                fix="give group=, or mesh= with dimensions pp and dp",
+            )
         _check_name("gradient_dtype", str(self.gradient_dtype), ("None", "torch.float32"))
         for name in ("fixed_branches", "kept_gradients"):
             if not isinstance(getattr(self, name), bool):
@@ -253,7 +272,9 @@ class CompileOptions:
         return {"plan": schedule, "profile": profile, "options": repr(parts)}
 
 
-_COMPARED_ELSEWHERE = ("model", "loss_fn", "group", "plan_group", "split_points", "cache")
+_COMPARED_ELSEWHERE = (
+    "model", "loss_fn", "group", "plan_group", "mesh", "data_group", "split_points", "cache",
+)  # fmt: skip
 
 
 def argument_places(option: str, value: object) -> tuple[str | int, ...]:

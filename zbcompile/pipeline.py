@@ -14,6 +14,7 @@ from zbcompile.compiler.arguments import (
     microbatch_costs_of,
     placement_of,
     plan_of_checkpoint,
+    problem_of,
     profile_of,
     schedule_of,
 )
@@ -54,6 +55,7 @@ from zbcompile.schedule.sum_order import sum_order
 if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from zbcompile.passes.partition.partition import Policy
@@ -75,12 +77,14 @@ def compile(
     memory_limit: int | Sequence[int | None] | None = None,
     placement: str | Placement | Sequence[int] = "auto",
     objective: str = "span",
-    transport: str = TRANSPORTS[0],
+    transport: str | None = None,
     profile: Profile | Device | str | os.PathLike[str] | None = None,
     schedule: Schedule | Solution | str | os.PathLike[str] | None = None,
     num_ranks: int | None = None,
     group: ProcessGroup | None = None,
     plan_group: ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+    data_group: ProcessGroup | None = None,
     seed: int = 0,
     recompute: Recompute | None = None,
     split_points: Sequence[str] | Policy | None = None,
@@ -98,7 +102,7 @@ def compile(
     stall_limit: float = 300.0,
     free_model: bool = False,
     gradient_dtype: torch.dtype | None = None,
-    accumulate: str = ACCUMULATE[0],
+    accumulate: str | None = None,
     kept_gradients: bool = False,
     cache: str | os.PathLike[str] | None = None,
     cuts: str | None = None,
@@ -137,7 +141,7 @@ def compile(
         ``span`` (steps follow each other without a meeting) or ``makespan`` (all ranks meet).
     transport
         Send mode that is planned for: ``async``, ``rendezvous`` or ``batched``, defined in
-        docs/reference/send-modes.md.
+        docs/reference/send-modes.md. Default: that of the plan that was given, else ``async``.
     profile
         Costs to plan with: a `Profile` or a file, or a `Device` (``device_named("H100")``) to count them for.
         Default: the stages are measured here. A model on the meta device cannot be measured.
@@ -151,13 +155,22 @@ def compile(
     plan_group
         The process group of a job in which several pipelines of the same form run side by side (replicas),
         each with its own ``group``: all of its processes compile at the same time, and run the plan that its
-        first one makes. Default: each pipeline makes its own.
+        first one makes. Default: each pipeline makes its own, or with ``mesh`` or ``data_group`` all of them
+        together.
+    mesh
+        A `DeviceMesh` of all processes of the job, with dimensions ``pp`` (the ranks of a pipeline), ``dp``
+        (replicas: each runs the same stages on rows of its own, and gradients are summed over them) or both,
+        and further ones (``tp``) along which stages exchange data. All processes make the same calls, and run
+        one plan. See docs/training.md.
+    data_group
+        In place of ``mesh``, beside ``group``: the process group of the replicas of this process.
     seed
         Of the random streams (dropout) and of the search.
     recompute
-        What stages compute again in their backward to hold less: ``none``, ``min_memory``, ``full``, a price
-        in bytes per second, or ``auto``: a level for each stage, chosen with the order. Default: what the
-        plan or the profile says that was given, else ``auto`` under a ``memory_limit``, else ``none``.
+        What stages compute again in their backward to hold less: ``none``, ``regather`` (all-gathers over a
+        group), ``min_memory``, ``full``, a price in bytes per second, or ``auto``: a level for each stage,
+        chosen with the order. Default: what the plan or the profile says that was given, else ``auto`` under
+        a ``memory_limit``, else ``none``.
     split_points, backend, verify
         Of the stages; see docs/reference/split.md.
     time_limit
@@ -201,6 +214,7 @@ def compile(
         ``order``: gradients of weights are summed in the order of the microbatches, with the bits of a plain
         loop. Where an order computes one out of turn it waits, and the plan counts it. ``memory``: each is
         added as it comes, so that none waits: equal up to rounding, and the same at every step of one order.
+        Default: that of the plan that was given, else ``order``.
     kept_gradients
         Whether steps begin with gradients of earlier steps in ``param.grad`` (several steps to one of the
         optimizer): the plan counts a second set of gradients. Without it, such a step under a
@@ -240,6 +254,7 @@ def compile(
     saved = plan_of_checkpoint(schedule)
     order, planned = schedule_of(schedule if saved is None else saved)
     costs = microbatch_costs_of(microbatch_costs, profile, schedule, saved)
+    known = problem_of(schedule, saved)
     options = CompileOptions(
         model=model,
         num_stages=num_stages,
@@ -249,13 +264,15 @@ def compile(
         memory_limit=limits_of(memory_limit),
         placement=placement_of(placement),
         objective=objective,
-        transport=transport,
+        transport=(known.transport if known else TRANSPORTS[0]) if transport is None else transport,
         profile=saved.problem.profile if saved is not None and profile is None else profile_of(profile),
         schedule=order,
         solution=saved,
         num_ranks=num_ranks,
         group=group,
         plan_group=plan_group,
+        mesh=mesh,
+        data_group=data_group,
         seed=seed,
         split_points=split_points,
         backend=backend,
@@ -272,7 +289,7 @@ def compile(
         stall_limit_s=stall_limit,
         free_model=free_model,
         gradient_dtype=gradient_dtype,
-        accumulate=accumulate,
+        accumulate=(known.accumulate if known else ACCUMULATE[0]) if accumulate is None else accumulate,
         kept_gradients=kept_gradients,
         cache=None if cache is None else os.path.abspath(cache),
         skip=skipped_from_environment(),
@@ -338,6 +355,7 @@ class Pipeline(Sequence[Stage]):
         metrics: dict[str, Tensor] | None = None,
         share_losses: bool = False,
         return_outputs: bool = False,
+        reduce: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run one training step on a whole batch: forward and backward of all microbatches.
@@ -358,11 +376,16 @@ class Pipeline(Sequence[Stage]):
             Gets what the loss function returns beside the loss, by name: tensors joined along the batch,
             scalars stacked; on the process that computes them.
         share_losses
-            Whether losses and metrics go to all ranks; all must ask alike.
+            Whether losses and metrics go to all ranks, those of one replica after the other; all must ask
+            alike.
         return_outputs
             Whether the result is wanted. If so, the parts of all microbatches are held to the end of the
             step and then joined: at most twice the bytes of the whole batch's result, which neither plan nor
             ``memory_limit`` counts. ``losses`` needs none of it.
+        reduce
+            Whether gradients are summed over the replicas of ``compile(mesh=)``. With False they wait in the
+            pipeline, and the next step that reduces hands them over with its own, in ``param.grad``: so
+            several steps have one reduction. Nothing waits where there are no replicas.
 
         Returns
         -------
@@ -395,7 +418,7 @@ class Pipeline(Sequence[Stage]):
                 "the loss depends on no parameter that requires a gradient",
                 fix="let a parameter require a gradient, or call eval()",
             )
-        result = compiled.run_step(batch, self.loss_scale, return_outputs, share_losses)
+        result = compiled.run_step(batch, self.loss_scale, return_outputs, share_losses, reduce)
         return _handed_out(result, losses, metrics)
 
     def eval(
@@ -505,7 +528,7 @@ class Pipeline(Sequence[Stage]):
 
     @property
     def rank(self) -> int | None:
-        """This process's rank of the pipeline; None when all ranks run here."""
+        """This process's rank in its pipeline; None when all ranks run here."""
         return self._ready().runner.rank
 
     @property
@@ -540,7 +563,9 @@ class Pipeline(Sequence[Stage]):
                     yield name, parameter
 
     def zero_grad(self) -> None:
-        """Forget all gradients of this process."""
+        """Forget all gradients of this process, those of steps with ``reduce=False`` included."""
+        if self._compiled is not None:
+            self._compiled.forget_unreduced()
         for parameter in self.parameters():
             parameter.grad = None
 

@@ -121,7 +121,16 @@ def test_all_options_but_the_named_ones_are_agreed_on() -> None:
         "rank_speeds": (1_000_000, 500_000),
         "levels": ("full",) * 4,
     }
-    compared_elsewhere = {"model", "loss_fn", "group", "plan_group", "split_points", "cache"}
+    compared_elsewhere = {
+        "model",
+        "loss_fn",
+        "group",
+        "plan_group",
+        "mesh",
+        "data_group",
+        "split_points",
+        "cache",
+    }
     assert set(CompileOptions.__dataclass_fields__) == set(other) | compared_elsewhere
     for name, value in other.items():
         assert replace(base, **{name: value}).agreed_parts() != base.agreed_parts(), name

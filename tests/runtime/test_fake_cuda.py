@@ -31,13 +31,15 @@ class Group:
     size = 2
 
     def __init__(self, rank: int, pairs: dict[tuple[int, int], FakePair], devices: list[str]) -> None:
-        self.rank, self._pairs, self._devices = rank, pairs, devices
+        self.rank = self.pipeline_rank = rank
+        self.pipeline = [0, 1]
+        self._pairs, self._devices = pairs, devices
 
     def new_pair(self, backend: str, source: int, target: int) -> Any:
         assert backend == "nccl"
         return self._pairs.setdefault((source, target), FakePair()).end(self.rank)
 
-    def new_group(self, backend: str) -> Any:
+    def new_pipeline_group(self, backend: str) -> Any:
         return self._pairs.setdefault((0, 0), FakePair()).end(self.rank)
 
     def gather(self, text: str, what: str) -> list[str]:

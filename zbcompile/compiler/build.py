@@ -15,6 +15,7 @@ from zbcompile.compiler.call_form import CallForm
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.forms import first_form
 from zbcompile.compiler.free_model import let_go, require_group
+from zbcompile.compiler.job import check_places, place_of, require_members
 from zbcompile.compiler.observe import Observer, quiet
 from zbcompile.compiler.signature import Signature, Value, largest_divisor
 from zbcompile.errors import UsageError
@@ -76,8 +77,13 @@ def _ranks(
     if options.plan_group is not None:
         job = PipelineGroup.present(options.plan_group, options.stall_limit_s)
     with _built_by_all(job, observer) as observer:
-        group = PipelineGroup.present(options.group, options.stall_limit_s)
+        place = place_of(options)
+        if place is not None and job is not None:
+            require_members(job, place)
+        group = PipelineGroup.present(options.group if place is None else place, options.stall_limit_s)
         with _built_by_all(group, observer) as observer:
+            if group is not None and place is not None:
+                check_places(group)
             yield group, job or group, observer
     if job is not None:
         job.close()
@@ -108,7 +114,7 @@ def _num_ranks(options: CompileOptions, group: PipelineGroup | None) -> int:
     if group is None:
         return wanted or options.num_stages
     group.require_size(wanted)
-    return group.size
+    return len(group.pipeline)
 
 
 def _check_count(options: CompileOptions, given: int) -> None:

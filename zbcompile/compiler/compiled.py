@@ -7,6 +7,7 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ from zbcompile.compiler.call import Batch, constant_values, name_of
 from zbcompile.compiler.evaluation import Evaluation
 from zbcompile.compiler.form_table import FormTable
 from zbcompile.compiler.forms import TrainingForm
+from zbcompile.compiler.job import check_replicas
 from zbcompile.compiler.kept_gradients import KeptGradients
-from zbcompile.compiler.load import join_metrics, join_results, losses_of, make_reader
+from zbcompile.compiler.load import join, join_metrics, join_results, losses_of, make_reader
 from zbcompile.compiler.lower import LoweredPlan
 from zbcompile.compiler.model_guard import ModeGuard, ModelGuard
 from zbcompile.compiler.runs import Run
 from zbcompile.compiler.sharing import share_values, tell_evaluation
 from zbcompile.compiler.signature import described
+from zbcompile.compiler.unreduced import Unreduced
 from zbcompile.errors import UsageError
 from zbcompile.formats.measured_json import Measured
 from zbcompile.options import CompileOptions
@@ -87,7 +90,8 @@ class CompiledPipeline:
         state = self.reader.read()
         self.stages = [Stage(s.index, s, state, self.trained) for s in self.staged.stages]
         self.guard, self.mode = ModelGuard(options.model, options.loss_fn), ModeGuard()
-        self._kept_gradients = KeptGradients()
+        self._kept_gradients, self._unreduced = KeptGradients(), Unreduced()
+        self._replicas_checked = False
         self.step_number = 0
         self._evaluations: dict[str, Evaluation] = {}
         self._attach(group)
@@ -137,10 +141,30 @@ class CompiledPipeline:
         """What runs it."""
         return self.first.runner
 
+    @property
+    def num_replicas(self) -> int:
+        """How many pipelines run the same weights on other rows, this one included."""
+        return 1 if self.group is None else len(self.group.replicas)
+
+    @property
+    def unreduced_steps(self) -> int:
+        """Steps whose gradients have not been summed over the replicas yet."""
+        return self._unreduced.steps
+
+    def forget_unreduced(self) -> None:
+        """Forget their gradients. All ranks do."""
+        self._unreduced = Unreduced()
+
     def run_step(
-        self, batch: Batch, loss_scale: float, keep_results: bool, share_losses: bool = False
+        self,
+        batch: Batch,
+        loss_scale: float,
+        keep_results: bool,
+        share_losses: bool = False,
+        reduce: bool = True,
     ) -> StepResult:
         """Run one step. Gradients, buffers and the step's number change together at its end, or not."""
+        waits = self.num_replicas > 1 and not reduce
         with self.runner.call(f"step {self.step_number}") as call:
             with call.checks():
                 self.mode.check()
@@ -149,29 +173,40 @@ class CompiledPipeline:
                     "share_losses": share_losses,
                     "loss_scale": loss_scale,
                     "step_number": self.step_number,
+                    "reduce": reduce,
+                    "steps before the reduction": self.unreduced_steps,
                 }
                 parts = self._forms.parts(batch, agreed)
+                count = sum(len(run.pieces) for _, run in parts)
+                self._unreduced.check(count, loss_scale)
                 weights = self._weights([run for _, run in parts])
                 steps = self._steps(parts, weights, loss_scale, keep_results)
+                steps[-1].ends_sums = not waits
                 self._kept.watch(b for form, _ in parts for b in form.changed_buffers(self.runner.rank))
                 state = self.follow_model()
                 self.reader.check(state)
                 self._check_weights(state)
                 self._kept_gradients.check(self.plan, self.spec, self.runner.rank, state)
                 self._check_read_buffers(self.staged.captured.read_buffers)
+                if self.group is not None:
+                    self._check_replicas(self.group, state)
+                    if waits:  # no sum makes the replicas meet: one that refuses the step is heard of here
+                        self.group.barrier("a step whose gradients are not reduced yet")
             with self._kept.keep(state):
                 with torch_private.no_autocast():
                     for (form, _), step in zip(parts, steps, strict=True):
                         self._last = form
                         sums = form.runner.run(step, state)
-                divisor = sum(len(step.batch) for step in steps) if self.options.scale_grads else None
+                divisor = count * self.num_replicas if self.options.scale_grads else None
                 gradients = divided(sums, parameters_of(state), divisor)
                 result = self._result(steps, weights, keep_results, share_losses)
-                call.finish(lambda: self._take_effect(gradients))
+                later = self._unreduced.after(steps[-1].sums, count, loss_scale) if waits else Unreduced()
+                call.finish(lambda: self._take_effect(gradients, later))
         return result
 
-    def _take_effect(self, gradients: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    def _take_effect(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], later: Unreduced) -> None:
         hand_over(gradients)
+        self._unreduced = later
         self._kept.release()
         self.step_number += 1
         run_hooks(parameter for parameter, _ in gradients)
@@ -185,8 +220,9 @@ class CompiledPipeline:
     ) -> list[Step]:
         """Return what every part of a step runs with: microbatches count by their weights."""
         steps: list[Step] = []
-        sums: dict[int, GradientSums] = {}
-        first = 0
+        sums: dict[int, GradientSums] = dict(self._unreduced.sums)
+        # Microbatches count over all replicas, as those of one process that has all rows would.
+        first = 0 if self.group is None else self.group.replica * sum(len(run.pieces) for _, run in parts)
         for (form, run), weight in zip(parts, weights, strict=True):
             metrics = frozenset(form.staged.result_ports[k] for k in form.staged.metrics)
             microbatches = form.call.microbatches(run)
@@ -199,6 +235,7 @@ class CompiledPipeline:
                     metrics,
                     first,
                     sums,
+                    ends_sums=False,
                 )
             )
             first += len(microbatches)
@@ -239,18 +276,32 @@ class CompiledPipeline:
     def _shared(
         self, group: PipelineGroup, losses: Sequence[Tensor], metrics: Mapping[str, Tensor]
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """Return losses and metrics of all ranks on every rank."""
+        """Return losses and metrics of all ranks on every rank, one replica's after the other's."""
         staged, rank_of = self.staged, self.spec.placement.rank_of
         wanted = (*staged.metrics, *(() if staged.loss is None else (staged.loss,)))
         found = {f"loss {i}": loss for i, loss in enumerate(losses)}
         found |= {f"metric {name}": value for name, value in metrics.items()}
-        shared: dict[str, Tensor] = {}
-        for source in sorted({rank_of[staged.result_ports[k][0]] for k in wanted}):
-            shared |= share_values(group, source, found if group.rank == source else None)
-        return (
-            tuple(value for name, value in shared.items() if name.startswith("loss ")),
-            {n.removeprefix("metric "): v for n, v in shared.items() if n.startswith("metric ")},
-        )
+        sources = sorted({rank_of[staged.result_ports[k][0]] for k in wanted})
+        everyone: list[Tensor] = []
+        joined: dict[str, list[Tensor]] = {}
+        for pipeline, source in product(group.pipelines, sources):
+            for name, value in share_values(group, pipeline, source, found).items():
+                if name.startswith("loss "):
+                    everyone.append(value)
+                else:
+                    joined.setdefault(name.removeprefix("metric "), []).append(value)
+        dim = self.options.joined_dim
+        return tuple(everyone), {name: join(parts, dim) for name, parts in joined.items()}
+
+    def _check_replicas(self, group: PipelineGroup, state: Mapping[str, Tensor]) -> None:
+        """Compare the weights that replicas begin with, once."""
+        if not self._replicas_checked:
+            mine = [
+                s for s in self.staged.stages if self.spec.placement.rank_of[s.index] == group.pipeline_rank
+            ]
+            names = dict.fromkeys(name for stage in mine for name in (*stage.parameters, *stage.buffers))
+            check_replicas(group, {name: state[name] for name in names})
+        self._replicas_checked = True
 
     def run_eval(self, batch: Batch) -> StepResult:
         """Run forward only; the first call with a shape captures the model in evaluation mode."""
@@ -323,7 +374,7 @@ class CompiledPipeline:
         """Refuse to run a stage of this process whose tensors are still on the meta device."""
         for stage in self.staged.stages:
             rank = self.spec.placement.rank_of[stage.index]
-            if self.group is not None and rank != self.group.rank:
+            if self.group is not None and rank != self.group.pipeline_rank:
                 continue
             empty = [name for name in (*stage.parameters, *stage.buffers) if state[name].is_meta]
             if empty:

@@ -69,7 +69,7 @@ class FormTable:
             raise signature.differs(k, values[k])
         if group is None:
             return self._with_forms(runs, [(len(run.pieces), run.rows, run.shapes) for run in runs])
-        if group.rank == 0 and not runs:
+        if group.pipeline_rank == 0 and not runs:
             raise UsageError(
                 "rank 0 tells the others the shape of the batch, and was given none of it",
                 fix="give rank 0 the inputs of the model",
@@ -83,7 +83,7 @@ class FormTable:
             wanted = [(call.num_microbatches, call.rows, call.shapes) for call in calls]
         parts = self._with_forms(regrouped(signature, values, runs, wanted), wanted)
         for form, run in parts:
-            _check_present(form, run, group.rank)
+            _check_present(form, run, group.pipeline_rank)
         return parts
 
     def _with_forms(self, runs: Sequence[Run], wanted: Sequence[Counted]) -> list[tuple[TrainingForm, Run]]:

@@ -21,7 +21,13 @@ from zbcompile.compiler.free_model import free_others, without_tensors
 from zbcompile.compiler.load import make_runner, planned_starts
 from zbcompile.compiler.lower import LoweredPlan, lower
 from zbcompile.compiler.observe import Observer, quiet
-from zbcompile.compiler.peers import refuse_peers, require_one_plan
+from zbcompile.compiler.peers import (
+    reduced_stages,
+    refuse_changed_buffers,
+    refuse_peers,
+    require_one_plan,
+    require_own_groups,
+)
 from zbcompile.compiler.plan_cache import PlanCache
 from zbcompile.compiler.planning import keep_order_of_changes, plan_for_all
 from zbcompile.compiler.runs import Shapes
@@ -109,7 +115,9 @@ class TrainingForm:
 
     def free_others(self, trained: nn.Module, group: PipelineGroup) -> list[weakref.ref[Tensor]]:
         """Free what only other ranks use, here and in the model; return what should be gone now."""
-        self.staged, freed = free_others(trained, self.staged, self.plan.schedule.placement, group.rank)
+        self.staged, freed = free_others(
+            trained, self.staged, self.plan.schedule.placement, group.pipeline_rank
+        )
         self.runner.close()
         self.run_on(group)
         return freed
@@ -152,7 +160,7 @@ def first_form(
         options,
         call,
         known=cache.knows,
-        before_calls=lambda staged: require_one_plan(staged, group, planners),
+        before_calls=lambda staged: _check_job(staged, group, planners),
         rank_each=alone,
         observer=observer,
         choose=cut_choice(options, num_ranks, call.num_microbatches, observer),
@@ -160,6 +168,13 @@ def first_form(
     if options.verify is not False and cheap_to_verify(options.model):
         check_batch_dimension(options.model, call.signature, batch, call.num_microbatches, options.joined_dim)
     return _planned(options, group, planners, call, staged, cache, observer)
+
+
+def _check_job(staged: StagedModel, group: PipelineGroup | None, planners: PipelineGroup | None) -> None:
+    """Refuse stages that cannot run beside other pipelines, before any of their calls runs."""
+    require_one_plan(staged, group, planners)
+    require_own_groups(staged, group)
+    refuse_changed_buffers(group, staged)
 
 
 def further_form(
@@ -335,7 +350,7 @@ def _planned(
     observer: Observer,
 ) -> TrainingForm:
     """Measure or count -> plan, once for all ranks -> merge_backward -> insert_comm -> check -> codegen."""
-    solution = plan_for_all(options, planners, cache.num_ranks, call, staged, cache, observer)
+    solution = plan_for_all(options, planners, group, cache.num_ranks, call, staged, cache, observer)
     built, staged = staged, as_planned(staged, solution)
     if staged.levels != built.levels:
         observer("recompute", staged.stages)
@@ -345,6 +360,7 @@ def _planned(
         solution,
         merge=options.schedule is None,
         one_communicator=options.one_communicator,
+        reduced_stages=reduced_stages(staged, group),
         observer=observer,
     )
     programs = plan.programs(observer)

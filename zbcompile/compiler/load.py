@@ -24,6 +24,7 @@ from zbcompile.schedule.simulate import simulate
 __all__ = [
     "Results",
     "Starts",
+    "join",
     "join_metrics",
     "join_results",
     "losses_of",
@@ -69,7 +70,7 @@ def make_runner(
     device = _device(spec.stages)
     if group is None:
         return LocalRunner(spec, programs, starts, device)
-    return DistributedRunner(group, spec, programs[group.rank], device)
+    return DistributedRunner(group, spec, programs[group.pipeline_rank], device)
 
 
 def make_reader(trained: nn.Module, stages: Sequence[OwnsTensors]) -> StateReader:
@@ -121,7 +122,7 @@ def join_results(
         if parts is None:
             return None
         is_loss = k == staged.loss and not parts[0].dim()
-        leaves.append(_joined_loss(parts, steps, weights) if is_loss else _join(parts, dim))
+        leaves.append(_joined_loss(parts, steps, weights) if is_loss else join(parts, dim))
     result = staged.rebuild(leaves)
     return result["output"] if has_loss_fn else result
 
@@ -133,7 +134,7 @@ def join_metrics(steps: Sequence[Step], staged: Results, dim: int) -> dict[str, 
     for k in staged.metrics:
         parts = _parts(steps, staged.result_ports[k])
         if parts is not None:
-            found[names[k].removeprefix(".metrics.")] = _join(parts, dim)
+            found[names[k].removeprefix(".metrics.")] = join(parts, dim)
     return found
 
 
@@ -144,7 +145,8 @@ def _parts(steps: Sequence[Step], place: tuple[int, int]) -> list[Tensor] | None
     return [step.results[place][i] for step in steps for i in range(len(step.batch))]
 
 
-def _join(parts: list[Tensor], dim: int) -> Tensor:
+def join(parts: list[Tensor], dim: int) -> Tensor:
+    """Return tensors joined along a dimension, scalars stacked."""
     if not parts[0].dim():
         return torch.stack(parts)
     dim = dim % parts[0].dim() if -parts[0].dim() <= dim < parts[0].dim() else 0

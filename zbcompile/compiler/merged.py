@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zbcompile.compiler.compiled import CompiledPipeline
+from zbcompile.compiler.peers import refuse_shards
 from zbcompile.compiler.saved import Own, on_first
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.tensor_files import write_tensors
@@ -22,6 +23,7 @@ def save_merged(compiled: CompiledPipeline, own: Callable[[], Own], path: str | 
     target, group = os.path.realpath(path), compiled.group
     with compiled.runner.call("save_merged()") as call:
         with call.checks():
+            refuse_shards(group, "save_merged()")
             mine = own()
             names = list(mine.trained.state_dict())
             whole, same = _without_copies(mine.tensors)

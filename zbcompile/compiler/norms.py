@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from zbcompile.compiler.peers import refuse_shards
 from zbcompile.errors import PipelineError, UsageError
 from zbcompile.runtime.group import PipelineGroup
 
@@ -53,6 +54,7 @@ def gradient_norms(
     """
     found = {n: torch.linalg.vector_norm(p.grad, norm_type) for n, p in own.items() if p.grad is not None}
     if group is not None:
+        refuse_shards(group, asked)
         found = _of_all_ranks(found, group, asked)
     return {name: found[name] for name, _ in trained.named_parameters() if name in found}
 

@@ -12,7 +12,15 @@ from zbcompile.passes.collectives import collective_groups, members_of
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.runtime.group import PipelineGroup
 
-__all__ = ["has_peers", "refuse_peers", "require_one_plan"]
+__all__ = [
+    "has_peers",
+    "reduced_stages",
+    "refuse_changed_buffers",
+    "refuse_peers",
+    "refuse_shards",
+    "require_one_plan",
+    "require_own_groups",
+]
 
 
 def _groups(staged: StagedModel) -> dict[str, int]:
@@ -51,7 +59,7 @@ def require_one_plan(
         Names the stage, the members of its group and the processes that run one plan.
     """
     together = set() if planners is None else set(planners.members)
-    own = set() if pipeline is None else set(pipeline.members)
+    own = set() if pipeline is None else {pipeline.members[rank] for rank in pipeline.pipeline}
     for name, stage in _groups(staged).items():
         members = set(members_of(name))
         if len(members & own) > 1:
@@ -72,6 +80,25 @@ def require_one_plan(
             )
 
 
+def require_own_groups(staged: StagedModel, group: PipelineGroup | None) -> None:
+    """Refuse a dimension of the mesh along which no stage exchanges data: what would it be for?
+
+    Raises
+    ------
+    UsageError
+        Names the dimension.
+    """
+    used = [set(members_of(name)) for name in _groups(staged)]
+    for name, ranks in () if group is None else group.others:
+        if len(ranks) > 1 and set(ranks) not in used:
+            raise UsageError(
+                f"no stage exchanges data along the mesh's dimension {name!r}",
+                where="mesh",
+                given=f"{list(ranks)} along {name}",
+                fix=f"call replicas dp and ranks of a pipeline pp, or use mesh[{name!r}].get_group() in it",
+            )
+
+
 def refuse_peers(staged: StagedModel, what: str, fix: str) -> None:
     """Refuse what one pipeline would plan alone while its stages exchange data with others.
 
@@ -86,4 +113,48 @@ def refuse_peers(staged: StagedModel, what: str, fix: str) -> None:
             where=f"stage {stage}",
             given=f"a group of the processes {sorted(members_of(name))}",
             fix=fix,
+        )
+
+
+def refuse_changed_buffers(group: PipelineGroup | None, staged: StagedModel) -> None:
+    """Refuse stages that change a buffer, where there are replicas: each would change its own.
+
+    Raises
+    ------
+    UsageError
+        Names the stage and the buffer.
+    """
+    if group is None or len(group.replicas) == 1:
+        return
+    for stage in staged.stages:
+        for name in stage.mutated:
+            raise UsageError(
+                f"stage {stage.index} changes a buffer in every forward, and each replica would change it by "
+                "its own rows",
+                where=name,
+                fix="freeze it (evaluation mode of its module), or use a norm without running statistics",
+            )
+
+
+def reduced_stages(staged: StagedModel, group: PipelineGroup | None) -> tuple[int, ...]:
+    """Return the stages whose gradients are summed over replicas: none where there are none."""
+    if group is None or len(group.replicas) == 1:
+        return ()
+    return tuple(stage.index for stage in staged.stages if stage.trainable)
+
+
+def refuse_shards(group: PipelineGroup | None, what: str) -> None:
+    """Refuse a call that takes parameters of one name for one parameter, where they may be shards of it.
+
+    Raises
+    ------
+    UsageError
+        The job has more processes than its pipeline's replicas have: those of the mesh's further dimensions.
+    """
+    if group is not None and group.size > len(group.pipelines) * len(group.pipeline):
+        raise UsageError(
+            f"{what} cannot tell whether parameters of the same name are shards or copies of one",
+            where="mesh",
+            given=f"{group.size} processes, {len(group.pipelines)} replicas of {len(group.pipeline)} ranks",
+            fix="do it over the stage's own group: its size is known to the model that uses it",
         )

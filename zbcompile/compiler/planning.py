@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,12 @@ from zbcompile.compiler.call_form import CallForm
 from zbcompile.compiler.observe import Observer
 from zbcompile.compiler.peers import has_peers
 from zbcompile.compiler.plan_cache import PlanCache
+from zbcompile.compiler.reduction_speed import (
+    ReductionSpeed,
+    counted_reduction,
+    measured_reduction,
+    with_reductions,
+)
 from zbcompile.compiler.variants import memory_may_bind, offered_levels, way_of_recompute
 from zbcompile.errors import CheckError, InfeasibleError, NoOrderError, UsageError
 from zbcompile.formats import schedule_json
@@ -32,6 +38,8 @@ from zbcompile.schedule.speeds import on_ranks, relative
 
 __all__ = ["keep_order_of_changes", "plan_for_all", "profile_and_plan", "solve"]
 
+Finish = Callable[[Profile], Profile]
+
 _FIRST_SHARE = 0.2
 """Share of the search for a plan without recompute, where that might do."""
 
@@ -39,6 +47,7 @@ _FIRST_SHARE = 0.2
 def plan_for_all(
     options: CompileOptions,
     group: PipelineGroup | None,
+    pipeline: PipelineGroup | None,
     num_ranks: int,
     call: CallForm,
     staged: StagedModel,
@@ -53,6 +62,8 @@ def plan_for_all(
         Of this pipeline.
     group
         The processes that run one plan: the pipeline's ranks, or those of several pipelines.
+    pipeline
+        The ranks that run this pipeline, and its replicas.
 
     Raises
     ------
@@ -62,30 +73,35 @@ def plan_for_all(
     if group is None:
         return _found_or_planned(options, num_ranks, call, staged, cache, observer)
     _agree(group, num_ranks, call, staged)
-    if options.profile is None and has_peers(staged):
-        options = _measured_together(options, group, call, staged, cache, observer)
+    with_others = pipeline is not None and len(pipeline.replicas) > 1
+    speed: ReductionSpeed | None = None
+    if pipeline is not None and with_others and isinstance(options.profile, Device):
+        speed = counted_reduction(options.profile.link, len(pipeline.replicas))
+    if options.profile is None and (has_peers(staged) or with_others):
+        known = group.rank == 0 and cache.find(staged) is not None
+        if not group.from_first("known" if known else "", "whether a plan is known"):
+            if pipeline is not None and with_others:
+                speed = measured_reduction(pipeline, staged.captured.device)
+            if has_peers(staged):
+                options = _measured_together(options, call, staged, observer)
+
+    def finished(profile: Profile) -> Profile:
+        if speed is None:
+            return profile
+        return with_reductions(profile, staged, pipeline, speed, options.gradient_dtype)
+
     text = None
     if group.rank == 0:
-        text = schedule_json.dumps(_found_or_planned(options, num_ranks, call, staged, cache, observer))
+        found = _found_or_planned(options, num_ranks, call, staged, cache, observer, finished)
+        text = schedule_json.dumps(found)
     plan = group.from_first(text, "the plan", options.time_limit_s)
     return schedule_json.loads(plan, "the plan of rank 0").solution()
 
 
 def _measured_together(
-    options: CompileOptions,
-    group: PipelineGroup,
-    call: CallForm,
-    staged: StagedModel,
-    cache: PlanCache,
-    observer: Observer,
+    options: CompileOptions, call: CallForm, staged: StagedModel, observer: Observer
 ) -> CompileOptions:
-    """Measure on all ranks at once, as often on each; return options with what this one measured.
-
-    Not where rank 0 has a plan already.
-    """
-    known = group.rank == 0 and cache.find(staged) is not None
-    if group.from_first("known" if known else "", "whether a plan is known"):
-        return options
+    """Measure on all ranks at once, as often on each; return options with what this one measured."""
     others = offered_levels(staged) if options.recompute == AUTO else None
     profile = _profile(options, call, staged, observer, together=True, others=others)
     return replace(options, profile=profile)
@@ -98,19 +114,28 @@ def _found_or_planned(
     staged: StagedModel,
     cache: PlanCache,
     observer: Observer,
+    finished: Finish = lambda profile: profile,
 ) -> Solution:
     found = cache.find(staged)
     if found is None:
-        return profile_and_plan(options, num_ranks, call, staged, observer)
+        return profile_and_plan(options, num_ranks, call, staged, observer, finished)
     observer("plan", found)
     return found
 
 
 def profile_and_plan(
-    options: CompileOptions, num_ranks: int, call: CallForm, staged: StagedModel, observer: Observer
+    options: CompileOptions,
+    num_ranks: int,
+    call: CallForm,
+    staged: StagedModel,
+    observer: Observer,
+    finished: Finish = lambda profile: profile,
 ) -> Solution:
-    """Return the order that was given, rated, or the best one that the time allows."""
-    profile = _profile(options, call, staged, observer)
+    """Return the order that was given, rated, or the best one that the time allows.
+
+    ``finished`` adds to a profile what was measured on all ranks.
+    """
+    profile = finished(_profile(options, call, staged, observer))
     if options.solution is not None:
         options = replace(options, solution=_with_gradients_counted(options.solution, options, staged))
     count = call.num_microbatches
@@ -119,7 +144,7 @@ def profile_and_plan(
     else:
         found = _without_recompute(options, profile, num_ranks, count)
         if found is None:
-            profile = _profile(options, call, staged, observer, others=offered_levels(staged))
+            profile = finished(_profile(options, call, staged, observer, others=offered_levels(staged)))
             rest = replace(options, time_limit_s=(1 - _FIRST_SHARE) * options.time_limit_s)
             found = solve(rest, profile, num_ranks, count)
         solution = found

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from zbcompile.compiler.checkpoint import check_model, load_model, optimizer_parts, optimizer_state
 from zbcompile.compiler.compiled import CompiledPipeline
+from zbcompile.compiler.peers import refuse_shards
 from zbcompile.errors import PipelineError, UsageError
 from zbcompile.formats import checkpoint_json, folders, schedule_json
 from zbcompile.formats.checkpoint_json import PLAN_FILE, TRAINING_FILE, CheckpointFile
@@ -80,7 +81,9 @@ def save(
     target, group = os.path.realpath(path), compiled.group
     with compiled.runner.call("save()") as call:
         with call.checks():
-            state = _state(own(), optimizer)
+            _refuse_unreduced(compiled)
+            refuse_shards(group, "save()")
+            state = _state(own(), optimizer) if group is None or group.replica == 0 else {}
             record = CheckpointFile(compiled.step_number, compiled.options.seed, extra)
             texts = {
                 TRAINING_FILE: checkpoint_json.dumps(record),
@@ -111,6 +114,7 @@ def load(
     folder, group = folders.present(os.path.realpath(path)), compiled.group
     with compiled.runner.call("load()") as call:
         with call.checks():
+            refuse_shards(group, "load()")
             mine, record = own(), _record(folder)
             if record is not None:
                 _check_seed(compiled, record)
@@ -132,6 +136,14 @@ def load(
 
         call.finish(take_effect)
     return None if record is None else record.extra
+
+
+def _refuse_unreduced(compiled: CompiledPipeline) -> None:
+    if compiled.unreduced_steps:
+        raise UsageError(
+            f"gradients of {compiled.unreduced_steps} steps wait for their reduction; a checkpoint has none",
+            fix="save after a step without reduce=False, or forget them with pipeline.zero_grad()",
+        )
 
 
 def _state(own: Own, optimizer: Optimizer | None) -> dict[str, Any]:

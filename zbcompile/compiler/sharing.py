@@ -23,7 +23,9 @@ from zbcompile.errors import UsageError
 from zbcompile.passes.capture.nested_values import Microbatches
 from zbcompile.runtime.group import PipelineGroup
 
-__all__ = ["examples", "regrouped", "share_values", "tell", "tell_evaluation", "whole_shapes"]
+__all__ = [
+    "examples", "regrouped", "sampled_bytes", "share_values", "tell", "tell_evaluation", "whole_shapes",
+]  # fmt: skip
 
 _WHOLE_BYTES = 1 << 20
 """Tensors up to this size are hashed whole, of larger ones a sample of as many entries."""
@@ -39,6 +41,8 @@ def tell(
 ) -> tuple[str | None, ...]:
     """Return which forms rank 0's batch has, None for one that it does not know; compare this rank with it.
 
+    Rank 0 is that of this rank's pipeline. Each pipeline of a job has a batch of its own, in the same forms.
+
     Parameters
     ----------
     group
@@ -46,7 +50,7 @@ def tell(
     signature, values
         This rank's part of the batch.
     forms
-        On rank 0 what it says.
+        On rank 0 of a pipeline what it says.
     agreed
         What must be the same on all ranks, by name.
 
@@ -56,8 +60,9 @@ def tell(
         A tensor of this rank differs from rank 0's, or something else that must be the same.
     """
     hashes = [None if value is None else _hash(value) for value in values]
-    mine = json.dumps([list(forms), hashes, agreed]) if group.rank == 0 else None
-    told, theirs, others = json.loads(group.announce(mine, "the step"))
+    _tell_pipelines(group, json.dumps([list(forms), agreed]), "the step of the first pipeline")
+    mine = json.dumps([list(forms), hashes, agreed]) if group.pipeline_rank == 0 else None
+    told, theirs, others = json.loads(group.announce_in(group.pipeline, mine, "the step"))
     for name, value in agreed.items():
         if value != others[name]:
             raise UsageError(
@@ -85,14 +90,34 @@ def tell_evaluation(group: PipelineGroup, form: str, names: Sequence[str], value
         It differs.
     """
     hashes = [None if value is None else _hash(value) for value in values]
-    mine = json.dumps([form, hashes]) if group.rank == 0 else None
-    wanted, theirs = json.loads(group.announce(mine, "the evaluation"))
+    _tell_pipelines(group, form, "the evaluation of the first pipeline")
+    mine = json.dumps([form, hashes]) if group.pipeline_rank == 0 else None
+    wanted, theirs = json.loads(group.announce_in(group.pipeline, mine, "the evaluation"))
     if len(theirs) == len(hashes):
         _compare(names, hashes, theirs)
     if wanted != form:
         raise UsageError(
             "the batch to evaluate has another form than that of rank 0",
             fix="give all ranks the same arguments, under the same autocast",
+        )
+
+
+def _tell_pipelines(group: PipelineGroup, mine: str, what: str) -> None:
+    """Refuse, on the first rank of a pipeline, another form of a call than the first pipeline has.
+
+    That pipeline waits for nobody.
+    """
+    if len(group.pipeline) == group.size:
+        return
+    told = group.announce(mine if group.rank == 0 else None, what)
+    if group.pipeline_rank == 0 and told != mine:
+        raise UsageError(
+            "the batch of this pipeline has microbatches of another number or shape than that of the first, "
+            "or the call has other arguments",
+            where=f"rank {group.rank}",
+            needed=f"{told}, as on rank 0",
+            given=mine,
+            fix="give every pipeline as many microbatches of the same shapes, and make the same calls",
         )
 
 
@@ -114,9 +139,14 @@ def _hash(value: Tensor | Microbatches) -> str:
     digest = hashlib.blake2b(digest_size=8)
     pieces = pieces_of(value)
     for piece in pieces:
-        digest.update(_bytes(_sample(piece.detach())))
+        digest.update(sampled_bytes(piece))
     shapes = ", ".join(str(list(piece.shape)) for piece in pieces)
     return f"{shapes} {value.dtype}, hash {digest.hexdigest()}"
+
+
+def sampled_bytes(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor, of a sample of its entries where it is large."""
+    return _bytes(_sample(tensor.detach()))
 
 
 def _sample(tensor: Tensor) -> Tensor:
@@ -250,27 +280,29 @@ def _tiled(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     return tensor
 
 
-def share_values(group: PipelineGroup, source: int, values: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """Return the small tensors of rank ``source`` on every rank.
+def share_values(
+    group: PipelineGroup, pipeline: Sequence[int], source: int, values: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the small tensors of a pipeline's rank on every rank that names this pipeline.
 
     Parameters
     ----------
     group
         The ranks, which all come here.
-    source
-        Who has the values; the others give None.
+    pipeline, source
+        The ranks of the pipeline, and which of them has the values.
     values
-        By name.
+        By name; those of other ranks than the source are not looked at.
     """
     text = None
-    if values is not None:
+    if group.rank == pipeline[source]:
         rows = [
             [name, list(v.shape), str(v.dtype).removeprefix("torch."), base64.b64encode(_bytes(v)).decode()]
             for name, v in values.items()
         ]
         text = json.dumps(rows)
-    told = json.loads(group.announce(text, "the losses of the step", source))
-    if values is not None:
+    told = json.loads(group.announce_in(pipeline, text, "the losses of the step", source))
+    if text is not None:
         return dict(values)
     return {
         name: torch.frombuffer(bytearray(base64.b64decode(data)), dtype=getattr(torch, dtype)).reshape(shape)

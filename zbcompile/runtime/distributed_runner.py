@@ -13,6 +13,7 @@ from zbcompile.runtime.channels.channel import Ticket, describe
 from zbcompile.runtime.channels.choice import make_channels
 from zbcompile.runtime.channels.gloo import BrokenChannelError, GlooChannels
 from zbcompile.runtime.channels.nccl import NcclChannels
+from zbcompile.runtime.channels.replicas import Replicas
 from zbcompile.runtime.doing import NOBODY, Doing
 from zbcompile.runtime.executor import failure
 from zbcompile.runtime.group import PipelineGroup
@@ -46,10 +47,11 @@ class DistributedRunner(Runner):
 
     def __init__(self, group: PipelineGroup, spec: PipelineSpec, text: str, device: torch.device) -> None:
         self.group = group
-        self.rank = group.rank
-        self.program = Program.load(text, group.rank)
+        self.rank = group.pipeline_rank
+        self.program = Program.load(text, self.rank)
         self._spec, self._device = spec, device
         self._channels: GlooChannels | NcclChannels | None = None
+        self._replicas: Replicas | None = None
         self._made_at = -1
         self.end: Rank | None = None
         self._waiting: tuple[Wait, Ticket, float] | None = None
@@ -63,11 +65,12 @@ class DistributedRunner(Runner):
         """Make the channels, unless there are some that can be used. All ranks come here in the same call."""
         if self._channels is not None and self._made_at == self.group.calls.renewals:
             return
-        if self._channels is not None:
-            self._channels.close()
+        self._leave()
         self._channels = make_channels(self.group, self._spec, self._device)
+        if self._spec.has_gradients and len(self.group.replicas) > 1:
+            self._replicas = Replicas(self.group, self._device)
         self._made_at = self.group.calls.renewals
-        self.end = Rank(self.rank, self._spec, {}, self._channels, self._device)
+        self.end = Rank(self.rank, self._spec, {}, self._channels, self._device, self._replicas)
 
     def run(self, step: Step, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run one step of this rank, as `Runner.run` says."""
@@ -94,7 +97,7 @@ class DistributedRunner(Runner):
         except BrokenChannelError as error:
             watchdog.broken(error.peer, f"waited for {describe(error.key)}")
         except Exception as error:
-            raise failure(end, error) from error
+            raise failure(end, error, self.group.rank) from error
         return end.let_go()
 
     def _await(self, wait: Wait, ticket: Ticket) -> None:
@@ -119,14 +122,14 @@ class DistributedRunner(Runner):
         self.group.synchronize()
 
     def actions(self) -> list[list[TimedAction]]:
-        """Return per rank what its last step did and when, on rank 0's clock. All ranks call it."""
+        """Return what each rank of this pipeline did in its last step, and when; all ranks call it."""
         rows = [] if self.end is None else self.end.recorder.actions()
         offset = self.group.clock_offset_ns
         text = "\n".join(f"{a} {s + offset} {e + offset}" for a, s, e in rows)
         with self.group.calls.meeting("the timeline"):
             parts = self.group.gather(text, "the timeline")
         result = []
-        for part in parts:
+        for part in (parts[rank] for rank in self.group.pipeline):
             words = [line.split() for line in part.splitlines() if line]
             result.append([(Action.parse(a), int(s), int(e)) for a, s, e in words])
         return result
@@ -135,10 +138,15 @@ class DistributedRunner(Runner):
         """Close the channels."""
         if self._abandon in self.group.watchdog.on_end:
             self.group.watchdog.on_end.remove(self._abandon)
-        if self._channels is not None:
-            self._channels.close()
-            self._channels = None
+        self._leave()
+
+    def _leave(self) -> None:
+        for connections in (self._channels, self._replicas):
+            if connections is not None:
+                connections.close()
+        self._channels = self._replicas = None
 
     def _abandon(self, fatal: bool) -> None:
-        if self._channels is not None:
-            self._channels.abandon()
+        for connections in (self._channels, self._replicas):
+            if connections is not None:
+                connections.abandon()

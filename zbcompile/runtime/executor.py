@@ -78,11 +78,14 @@ def _resume(index: int, ranks: Sequence[Rank], running: list[Waits], waits: dict
         raise failure(ranks[index], error) from error
 
 
-def failure(rank: Rank, error: Exception) -> PipelineError:
-    """Return the error that every rank raises for what went wrong on this one."""
+def failure(rank: Rank, error: Exception, number: int | None = None) -> PipelineError:
+    """Return the error that every rank raises for what went wrong on this one.
+
+    ``number`` is its own among all ranks, where there are several pipelines.
+    """
     if isinstance(error, PipelineError):
         return error
-    where = f"rank {rank.index}"
+    where = f"rank {rank.index if number is None else number}"
     if rank.running is not None:
         kind, stage, microbatch = rank.running
         where += f", stage {stage}, microbatch {microbatch}, {kind.value}"

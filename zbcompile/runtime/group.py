@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -23,6 +23,7 @@ from zbcompile.runtime import torch_private
 from zbcompile.runtime.calls import DistributedCalls
 from zbcompile.runtime.connections import FOREVER, Tripwire, break_connections, leave_group
 from zbcompile.runtime.doing import ANY_RANK
+from zbcompile.runtime.grid import Place
 from zbcompile.runtime.meetings import Meetings
 from zbcompile.runtime.store_thread import StoreError, connect
 from zbcompile.runtime.watchdog import SILENT, Watchdog
@@ -42,16 +43,25 @@ class PipelineGroup:
     Parameters
     ----------
     group
-        The process group of the pipeline's ranks; None: the default group.
+        The process group of the pipeline's ranks; None: the default group. Or where this process stands in a
+        job of several pipelines, whose ranks are then all here, and make the same calls.
     stall_limit_s
         Seconds that a rank may wait for another before the pipeline is ended on all of them.
 
     Attributes
     ----------
     rank, size
-        This process's rank in the pipeline, and the number of its ranks.
+        This process's rank, and the number of ranks.
     members
         Their ranks in the default group.
+    pipeline, pipeline_rank
+        The ranks of this process's pipeline, and which of them it is.
+    replicas, replica
+        The ranks that run the same stages with the same weights, and which of them it is.
+    pipelines
+        The pipelines of its replicas, in their order.
+    others
+        Per further dimension of the mesh, its name and the processes along it, as in `Place`.
     name
         The same on all ranks and on no other pipeline, before or after.
     watchdog
@@ -72,9 +82,14 @@ class PipelineGroup:
     _made: ClassVar[Counter[tuple[int, ...]]] = Counter()
     _shortest = 0
 
-    def __init__(self, group: ProcessGroup | None, stall_limit_s: float) -> None:
-        self.members: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self.rank, self.size = dist.get_rank(group), len(self.members)
+    def __init__(self, group: ProcessGroup | Place | None, stall_limit_s: float) -> None:
+        place = group if isinstance(group, Place) else _whole(group)
+        self.members = list(place.members)
+        self.rank, self.size = self.members.index(dist.get_rank()), len(self.members)
+        self.pipeline = [self.members.index(member) for member in place.pipeline]
+        self.replicas = [self.members.index(member) for member in place.replicas]
+        self.pipeline_rank, self.replica = self.pipeline.index(self.rank), self.replicas.index(self.rank)
+        self.pipelines, self.others = [self.pipeline], place.others
         key = tuple(self.members)
         self.name = f"zbcompile/{'-'.join(map(str, key))}/{self._made[key]}"
         self._made[key] += 1
@@ -104,11 +119,13 @@ class PipelineGroup:
         self.clock_offset_ns = self._clock_offset_ns()
 
     @staticmethod
-    def present(group: ProcessGroup | None, stall_limit_s: float) -> PipelineGroup | None:
+    def present(group: ProcessGroup | Place | None, stall_limit_s: float) -> PipelineGroup | None:
         """Return the group to run in, or None if this process is alone.
 
         The default process group is initialised here if torchrun started this process and nobody has yet.
         """
+        if isinstance(group, Place):
+            return PipelineGroup(group, stall_limit_s) if len(group.members) > 1 else None
         if not dist.is_available():
             return None
         if not dist.is_initialized():
@@ -133,7 +150,7 @@ class PipelineGroup:
             self._tripwire.join()
 
     def new_group(self, backend: str, members: list[int] | None = None) -> ProcessGroup:
-        """Make another process group of all ranks, or of some given by their rank in the pipeline.
+        """Make another process group of all ranks, or of some of them.
 
         All ranks call it at the same place of the same call.
         """
@@ -150,6 +167,11 @@ class PipelineGroup:
         if members is None:
             self.barrier("a new group")
         return self._meetings.alone(make, "makes its connections", ANY_RANK)
+
+    def new_pipeline_group(self, backend: str) -> ProcessGroup:
+        """Make another process group of this process's pipeline, whose ranks all call it."""
+        whole = len(self.pipeline) == self.size
+        return self.new_group(backend, None if whole else self.pipeline)
 
     def alone(self, function: Callable[[], T], words: str, extra_s: float = 0.0) -> T:
         """Wait for a function that nothing can interrupt, in a thread of its own, and meets other ranks.
@@ -172,8 +194,9 @@ class PipelineGroup:
             self.watchdog.broken(ANY_RANK, words)
 
     def new_pair(self, backend: str, one: int, other: int) -> ProcessGroup | None:
-        """Make a process group of two ranks, the lower one its rank 0. Returns None on all others."""
-        return self.new_group(backend, sorted((one, other))) if self.rank in (one, other) else None
+        """Make a process group of two ranks of the pipeline, the lower one its rank 0; None on others."""
+        pair = [self.pipeline[rank] for rank in sorted((one, other))]
+        return self.new_group(backend, pair) if self.rank in pair else None
 
     def agree(self, parts: Mapping[str, str]) -> None:
         """Compare texts among all ranks before the first message.
@@ -205,6 +228,13 @@ class PipelineGroup:
     def announce(self, text: str | None, what: str, source: int = 0) -> str:
         """Return the text of rank ``source`` on every rank. That rank does not wait for the others."""
         return self._meetings.announce(what, text, source)
+
+    def announce_in(self, pipeline: Sequence[int], text: str | None, what: str, source: int = 0) -> str:
+        """Return the text of a pipeline's rank ``source``, which waits for nobody.
+
+        Ranks that name different pipelines here hear different texts.
+        """
+        return self._meetings.announce(what, text, pipeline[source], f"pipeline {pipeline[0]}")
 
     def gather(self, text: str, what: str = "the exchange") -> list[str]:
         """Return every rank's text, by rank, on every rank."""
@@ -299,13 +329,20 @@ class PipelineGroup:
 
     def require_size(self, wanted: int | None) -> None:
         """Raise `UsageError` if another number of ranks was asked for."""
-        if wanted is not None and wanted != self.size:
+        size = len(self.pipeline)
+        if wanted is not None and wanted != size:
             raise UsageError(
                 "num_ranks is the size of the pipeline's process group",
-                needed=self.size,
+                needed=size,
                 given=wanted,
                 fix="leave num_ranks out, or give the group of this pipeline",
             )
+
+
+def _whole(group: ProcessGroup | None) -> Place:
+    """Return the place of this process in a group that is one pipeline."""
+    members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    return Place(members, members, (dist.get_rank(),))
 
 
 def _connected(limit_s: float) -> Store:

@@ -100,7 +100,7 @@ class Meetings:
             raise PipelineError(apart, fix="make the same calls in the same order on every rank")
         return found
 
-    def announce(self, what: str, text: str | None, source: int) -> str:
+    def announce(self, what: str, text: str | None, source: int, among: str = "") -> str:
         """Return the text of rank ``source``, which does not wait for the others, on every rank.
 
         Parameters
@@ -109,6 +109,8 @@ class Meetings:
             What the text is, in words.
         text
             On rank ``source`` its text; not read on the others.
+        among
+            Whom the text is for, where other ranks hear another source at the same time; "": for all ranks.
 
         Raises
         ------
@@ -117,7 +119,7 @@ class Meetings:
         PipelineError
             Rank ``source`` says something else here.
         """
-        key = self._next_key()
+        key = f"{self._next_key()}/{among}"
         if self._rank != source:
             theirs, said = json.loads(self._fetch([(key, source)], what, 0.0)[0])
             if theirs != what:

@@ -55,8 +55,8 @@ class Recorder:
         self._entries.append((kind, stage, microbatch, None, begin, self._mark()))
         return result
 
-    def note(self, kind: Kind, stage: int, microbatch: int, peer: int, begin: int, end: int) -> None:
-        """Note a send or receive: from its post to when the host saw it done, in ns."""
+    def note(self, kind: Kind, stage: int, microbatch: int, peer: int | None, begin: int, end: int) -> None:
+        """Note what ran beside the rank: from its post to when the host saw it done, in ns."""
         self._entries.append((kind, stage, microbatch, peer, begin, end))
 
     def actions(self) -> list[TimedAction]:

@@ -72,6 +72,11 @@ class PipelineSpec:
         object.__setattr__(self, "wire_formats", wire_formats)
         object.__setattr__(self, "tied", tied_holders([stage.trainable for stage in self.stages]))
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a step computes gradients of parameters."""
+        return any(stage.trainable for stage in self.stages)
+
 
 @dataclass
 class Step:
@@ -90,9 +95,11 @@ class Step:
     kept
         Outputs (stage, position) that are wanted in any case.
     first
-        Number of the first microbatch in the whole step, for its random streams.
+        Number of the first microbatch in the whole step of all replicas, for its random streams.
     sums
         Rank -> its sums of gradients; given on from a part of the step to the next.
+    ends_sums
+        Whether the sums are complete at its end: those of tied parameters and of replicas are then summed.
     losses
         Microbatch -> loss; filled by the step.
     results
@@ -106,5 +113,6 @@ class Step:
     kept: frozenset[tuple[int, int]] = frozenset()
     first: int = 0
     sums: dict[int, GradientSums] = field(default_factory=dict)
+    ends_sums: bool = True
     losses: dict[int, Tensor] = field(default_factory=dict)
     results: dict[tuple[int, int], dict[int, Tensor]] = field(default_factory=dict)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from zbcompile.errors import PipelineError
-from zbcompile.runtime.channels.channel import Channels
+from zbcompile.runtime.channels.channel import Channels, Ticket
+from zbcompile.runtime.channels.replicas import Reduced, Replicas
 from zbcompile.runtime.gradients import GradientSums
 from zbcompile.runtime.mailbox import Mailbox
 from zbcompile.runtime.randomness import stream, stream_seed
@@ -49,6 +50,8 @@ class Rank:
         The rank's end of its channels.
     device
         Where its stages run.
+    replicas
+        Those of this rank; None if there are none.
 
     Attributes
     ----------
@@ -69,9 +72,10 @@ class Rank:
         state: Mapping[str, Tensor],
         channels: Channels,
         device: torch.device,
+        replicas: Replicas | None = None,
     ) -> None:
         self.index, self.spec, self.state, self.channels = index, spec, state, channels
-        self.device = device
+        self.device, self.replicas = device, replicas
         self.recorder = Recorder(device)
         self.begin(Step(()))
 
@@ -81,6 +85,7 @@ class Rank:
         sums = GradientSums(self.spec.gradient_dtype, self.spec.accumulate)
         self.sums = step.sums.setdefault(self.index, sums)
         self.sums.restart(self.spec.microbatch_order)
+        self._reducing: dict[int, Reduced] = {}
         self.gradients: dict[str, Tensor] = {}
         self.running: tuple[Kind, int, int] | None = None
         self.running_since = 0.0
@@ -166,7 +171,20 @@ class Rank:
         """Wait until the sends posted and not waited for have arrived, but for the newest ``under_way``."""
         return self._mailbox.settle_sends(under_way)
 
-    # Verbs: the end of a step.
+    # Verbs: gradients of a whole stage, and the end of a step.
+
+    def reduce_grad(self, stage: int) -> None:
+        """Begin to sum the stage's gradients over the replicas; the end of the step waits for the sums.
+
+        Its last W has run. Tied parameters come later, when the stages that hold them have been summed. A
+        stage without replicas has nothing to do, as in torch's runtime.
+        """
+        if self.replicas is None or not self.step.ends_sums or stage in self._reducing:
+            return
+        totals = self.sums.totals.get(stage, {})
+        own = {name: total for name, total in totals.items() if name not in self.spec.tied}
+        self._reducing[stage] = self.replicas.start((stage, ""), own)
+        totals.update(own)
 
     def unshard(self, stage: int) -> None:
         """Do nothing: the stage's parameters are not sharded, as with torch's runtime."""
@@ -174,22 +192,42 @@ class Rank:
     def reshard(self, stage: int) -> None:
         """Do nothing: the stage's parameters are not sharded, as with torch's runtime."""
 
-    def reduce_grad(self, stage: int) -> None:
-        """Do nothing: the stage has no replicas, as with torch's runtime."""
-
     def wait_sent(self) -> Waits:
         """Wait until every message of this rank has arrived."""
         return self._mailbox.wait_sent()
 
     def reduce_gradients(self) -> Waits:
-        """Sum per parameter name: own stages, then tied parameters with their other holders."""
-        for stage in self.spec.placement.stages_of(self.index):
+        """Sum per parameter name: own stages, tied parameters with their other holders, replicas."""
+        if not self.step.ends_sums:
+            return
+        stages = self.spec.placement.stages_of(self.index)
+        for stage in stages:
+            self.reduce_grad(stage)
+        tickets: list[Ticket] = list(self._reducing.values())
+        if self.sums.totals:
+            tied = yield from sum_tied(self.spec, self.index, self.sums, self.state, self.channels)
+            tickets += self._reduce_tied(tied)
+        if tickets:
+            yield Wait(tickets)
+        for stage, reduced in self._reducing.items():
+            self.recorder.note(Kind.REDUCE_GRAD, stage, 0, None, reduced.begun_ns, reduced.ended_ns)
+        for stage in stages:
             for name, total in self.sums.totals.get(stage, {}).items():
                 if name not in self.spec.tied:
                     self.gradients[name] = total
         if self.sums.totals:
-            tied = yield from sum_tied(self.spec, self.index, self.sums, self.state, self.channels)
             self.gradients.update(tied)
+
+    def _reduce_tied(self, tied: dict[str, Tensor]) -> list[Ticket]:
+        """Begin to sum tied gradients over the replicas, each by itself: all holders have the same bits."""
+        tickets: list[Ticket] = []
+        if self.replicas is None:
+            return tickets
+        for name in list(tied):
+            alone = {name: tied[name]}
+            tickets.append(self.replicas.start((self.spec.tied[name][0], name), alone))
+            tied.update(alone)
+        return tickets
 
     def check_finished(self) -> None:
         """Raise `PipelineError` if the finished step still holds anything: its order was incomplete."""

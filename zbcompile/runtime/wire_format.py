@@ -7,6 +7,7 @@ conjugated or negated only by a mark, travels as a copy. A tensor without elemen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from zbcompile.errors import ShapeError
 from zbcompile.runtime.wiring import PortLike
 
-__all__ = ["WireFormat"]
+__all__ = ["WireFormat", "is_dense"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class WireFormat:
         count = 1
         for extent in shape:
             count *= extent
-        dense = _is_dense(shape, stride)
+        dense = is_dense(shape, stride)
         if not dense and any(s == 0 and n > 1 for s, n in zip(stride, shape, strict=True)):
             stride, dense = _contiguous(shape), True
         return WireFormat(shape, stride, port.dtype, port.device, count * port.dtype.itemsize, dense)
@@ -121,8 +122,8 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(stride)
 
 
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the strides visit every element once, without a gap, in some order of the dimensions."""
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether the strides visit every element once, without a gap, in some order of the dimensions."""
     if 0 in shape:
         return True
     step = 1

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zbcompile.runtime.wire_format import WireFormat
 
-__all__ = ["Channels", "Key", "MessageKey", "Ticket", "TiedKey", "describe"]
+__all__ = ["Channels", "Key", "MessageKey", "ReducedKey", "Ticket", "TiedKey", "describe"]
 
 MessageKey = tuple[bool, int, int, int]
 """A message between stages: (backward, source stage, target stage, microbatch)."""
@@ -22,7 +22,10 @@ MessageKey = tuple[bool, int, int, int]
 TiedKey = tuple[str, str, int]
 """One stage's gradient of a tied parameter: ("tied", parameter name, stage)."""
 
-Key = MessageKey | TiedKey
+ReducedKey = tuple[int, str]
+"""A stage's gradients, or that of the tied parameter that is named, summed over replicas: (stage, name)."""
+
+Key = MessageKey | TiedKey | ReducedKey
 """What a message is."""
 
 
@@ -34,7 +37,7 @@ class Ticket(Protocol):
     key
         What the message is.
     peer
-        The rank at the other end.
+        The rank at the other end, among all ranks that make the same calls.
     """
 
     key: Key
@@ -63,7 +66,11 @@ class Channels(Protocol):
 
 
 def describe(key: Key) -> str:
-    """Return a message in words."""
+    """Return a message, or a sum over replicas, in words."""
+    if len(key) == 2:
+        stage, name = key
+        what = f"the tied parameter {name}" if name else f"stage {stage}"
+        return f"the gradients of {what}, summed over the replicas,"
     if len(key) == 3:
         _, name, stage = key
         return f"stage {stage}'s gradient of the tied parameter {name}"

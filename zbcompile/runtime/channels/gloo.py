@@ -128,7 +128,8 @@ class GlooChannels:
     """
 
     def __init__(self, group: PipelineGroup) -> None:
-        self._process_group: ProcessGroup | None = group.new_group("gloo")
+        self._ranks = group.pipeline
+        self._process_group: ProcessGroup | None = group.new_pipeline_group("gloo")
         self._broken = False
         self._open: dict[int, _GlooTicket] = {}
         self._sender = ThreadPoolExecutor(1, "zbcompile sender")
@@ -138,7 +139,7 @@ class GlooChannels:
     ) -> Ticket:
         """Start one transfer per tensor that has elements; the ticket keeps their memory."""
         packed = [form.pack(tensor).cpu() for form, tensor in zip(wire_formats, tensors, strict=True)]
-        with _named(peer, key):
+        with _named(self._ranks[peer], key):
             send = self._joined().send
             transfers: list[_Transfer] = []
             for form, message in zip(wire_formats, packed, strict=True):
@@ -146,19 +147,19 @@ class GlooChannels:
                     transfers.append(_SentByThread(self._sender.submit(send, [message], peer, _LARGE)))
                 elif form.num_bytes:
                     transfers.append(send([message], peer, _SMALL))
-        return _GlooTicket(key, peer, transfers, packed, wire_formats, self._open)
+        return _GlooTicket(key, self._ranks[peer], transfers, packed, wire_formats, self._open)
 
     def post_recv(self, peer: int, key: Key, wire_formats: Sequence[WireFormat]) -> Ticket:
         """Receive into buffers of the sizes that were compiled for."""
         buffers = [form.buffer("cpu") for form in wire_formats]
-        with _named(peer, key):
+        with _named(self._ranks[peer], key):
             receive = self._joined().recv
             transfers: list[_Transfer] = [
                 receive([buffer], peer, _LARGE if _is_large(form) else _SMALL)
                 for form, buffer in zip(wire_formats, buffers, strict=True)
                 if form.num_bytes
             ]
-        return _GlooTicket(key, peer, transfers, buffers, wire_formats, self._open)
+        return _GlooTicket(key, self._ranks[peer], transfers, buffers, wire_formats, self._open)
 
     def abandon(self) -> None:
         """Break all connections: every wait on them ends with an error, on this rank and on its peers.

@@ -117,7 +117,7 @@ class NcclChannels:
     """
 
     def __init__(self, group: PipelineGroup, spec: PipelineSpec, device: torch.device) -> None:
-        self._rank = group.rank
+        self._rank, self._ranks = group.pipeline_rank, group.pipeline
         self._channels: dict[tuple[int, int], StreamChannel] = {}
         self._open: list[_NcclTicket] = []
         if spec.one_communicator:
@@ -126,22 +126,22 @@ class NcclChannels:
         for source, target in directed_pairs(spec):
             pair = group.new_pair("nccl", source, target)
             if pair is not None:
-                peer = target if group.rank == source else source
+                peer = target if self._rank == source else source
                 stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                channel = StreamChannel(pair, group.rank == source, int(peer > group.rank), device, stream)
+                channel = StreamChannel(pair, self._rank == source, int(peer > self._rank), device, stream)
                 channel.start([torch.zeros(1, dtype=torch.uint8, device=device)])
                 self._channels[source, target] = channel
         torch.cuda.synchronize(device)
 
     def _share_one(self, group: PipelineGroup, spec: PipelineSpec, device: torch.device) -> None:
         """The fallback: all channels are one communicator and one stream."""
-        everyone = group.new_group("nccl")
+        everyone = group.new_pipeline_group("nccl")
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         for source, target in directed_pairs(spec):
-            if group.rank in (source, target):
-                peer = target if group.rank == source else source
+            if self._rank in (source, target):
+                peer = target if self._rank == source else source
                 self._channels[source, target] = StreamChannel(
-                    everyone, group.rank == source, peer, device, stream
+                    everyone, self._rank == source, peer, device, stream
                 )
 
     def post_send(
@@ -175,7 +175,7 @@ class NcclChannels:
         wire_formats: Sequence[WireFormat],
     ) -> Ticket:
         """Queue a transfer, and let go of those that are done and of their memory."""
-        ticket = _NcclTicket(key, peer, channel, flats, wire_formats)
+        ticket = _NcclTicket(key, self._ranks[peer], channel, flats, wire_formats)
         self._open = [other for other in self._open if not other.ready()]
         self._open.append(ticket)
         return ticket

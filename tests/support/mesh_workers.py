@@ -1,0 +1,317 @@
+"""What the processes of `tests/pipeline/test_mesh.py` run: two pipelines of two ranks, each on half of the
+rows.
+
+The reference is plain autograd: every replica's microbatches one after the other, then the sum over the
+replicas, then the division. With two replicas that is the order of the sums of a mesh, to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zbcompile
+from tests.support import peer_workers
+from zbcompile.errors import ZBCompileError
+from zbcompile.runtime.channels.replicas import Replicas
+from zbcompile.schedule.costs import Edge, Profile, StageCost
+
+ROWS, WIDTH, MICROBATCHES, REPLICAS, RANKS = 16, 8, 4, 2, 2
+State = dict[str, Tensor]
+mse = nn.functional.mse_loss
+
+
+def layers(seed: int = 0, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        *(m for _ in range(4) for m in (nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout), nn.Tanh()))
+    )
+
+
+class Tied(nn.Module):
+    """The first and the last stage hold one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.middle = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(torch.tanh(self.table(x)))))
+
+
+def batch(step: int = 0) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1 + step)
+    return torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+
+
+def profile(num_stages: int = RANKS) -> Profile:
+    edges = tuple(Edge(s, s + 1, 4096, 4096) for s in range(num_stages - 1))
+    return Profile((StageCost.simple(3_000_000, 3_000_000, 2_000_000),) * num_stages, edges)
+
+
+def two_by_two() -> DeviceMesh:
+    return init_device_mesh("cpu", (REPLICAS, RANKS), mesh_dim_names=("dp", "pp"))
+
+
+def compiled(model: nn.Module, replica: int, **options: Any) -> zbcompile.Pipeline:
+    x, y = (t.chunk(REPLICAS)[replica] for t in batch())
+    options = {"profile": profile(), "num_microbatches": MICROBATCHES, **options}
+    return zbcompile.compile(
+        model,
+        RANKS,
+        example_args=(x,),
+        example_target=y,
+        loss_fn=mse,
+        verify=False,
+        time_limit=0.3,
+        stall_limit=60.0,
+        **options,
+    )
+
+
+def reference(model: nn.Module, steps: Sequence[int] = (0,), num_microbatches: int = MICROBATCHES) -> State:
+    """Return the gradients of the reference for the batches of some steps, which are reduced together."""
+    totals: list[State] = []
+    for replica in range(REPLICAS):
+        plain = copy.deepcopy(model)
+        plain.zero_grad()
+        for step in steps:
+            x, y = (t.chunk(REPLICAS)[replica].chunk(num_microbatches) for t in batch(step))
+            for xs, ys in zip(x, y, strict=True):
+                mse(plain(xs), ys).backward()
+        totals.append({name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
+    return {name: (totals[0][name] + totals[1][name]) / (REPLICAS * num_microbatches) for name in totals[0]}
+
+
+def grads(pipeline: zbcompile.Pipeline) -> State:
+    return {name: p.grad.clone() for name, p in pipeline.named_parameters() if p.grad is not None}
+
+
+def refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ZBCompileError as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
+def equal(found: State, wanted: State) -> list[str]:
+    """Return the names of what differs in a bit."""
+    return [name for name, value in found.items() if not torch.equal(value, wanted[name])]
+
+
+def trained(rank: int, folder: str) -> dict[str, Any]:
+    """Train three steps with clipping, each against the reference; save, go on, load, go on again."""
+    mesh = two_by_two()
+    replica = mesh.get_local_rank("dp")
+    model, plain = layers(), layers()
+    pipeline = compiled(model, replica, mesh=mesh)
+    mine, theirs = (torch.optim.AdamW(list(m.parameters()), lr=0.1) for m in (pipeline, plain))
+    found: dict[str, Any] = {"programs": [pipeline.source(r) for r in range(RANKS)], "differ": []}
+    norms, losses = [], []
+
+    def step(number: int, optimizer: torch.optim.Optimizer, on: zbcompile.Pipeline) -> None:
+        x, y = (t.chunk(REPLICAS)[replica] for t in batch(number))
+        optimizer.zero_grad()
+        on.step(x, target=y, losses=losses, share_losses=True)
+        norms.append(on.clip_grad_norm_(0.1))
+        optimizer.step()
+
+    for number in range(3):
+        step(number, mine, pipeline)
+        for name, grad in reference(plain, (number,)).items():
+            plain.get_parameter(name).grad = grad
+        x, y = (t.chunk(REPLICAS * MICROBATCHES) for t in batch(number))
+        wanted = [mse(plain(xs), ys) for xs, ys in zip(x, y, strict=True)]
+        found["differ"] += [
+            k for k, pair in enumerate(zip(losses, wanted, strict=True)) if not torch.equal(*pair)
+        ]
+        losses.clear()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        theirs.step()
+        found["differ"] += equal(dict(pipeline.named_parameters()), dict(plain.named_parameters()))
+        found["differ"] += [] if torch.equal(norms[-1], norm) else ["norm"]
+        if number == 1:
+            pipeline.save(f"{folder}/saved", mine, {"at": 2})
+            pipeline.save_merged(f"{folder}/merged.safetensors")
+    again = compiled(layers(seed=9), replica, mesh=mesh)
+    later = torch.optim.AdamW(list(again.parameters()), lr=0.5)
+    found["extra"] = again.load(f"{folder}/saved", later)
+    step(2, later, again)
+    found["differ"] += equal(again.state_dict(), pipeline.state_dict())
+    found["state"] = {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
+    x, y = (t.chunk(REPLICAS)[replica] for t in batch())
+    seen = pipeline.eval(x)
+    found["eval"] = None if seen is None else torch.equal(seen, torch.cat([plain(xs) for xs in x.chunk(4)]))
+    found["timeline"] = len(pipeline.timeline().ranks)
+    pipeline.synchronize()
+    pipeline.close()
+    again.close()
+    return found
+
+
+def ways(rank: int) -> dict[str, Any]:
+    """Return gradients of tied weights, of several steps before one reduction, of dropout, and by groups."""
+    mesh = two_by_two()
+    replica = mesh.get_local_rank("dp")
+    x, y = (t.chunk(REPLICAS)[replica] for t in batch())
+    found: dict[str, Any] = {}
+
+    tied = compiled(Tied(), replica, mesh=mesh)
+    tied.step(x, target=y)
+    found["tied"] = grads(tied)
+    tied.close()
+
+    groups = (
+        [dist.new_group([0, 1]), dist.new_group([2, 3])],
+        [dist.new_group([0, 2]), dist.new_group([1, 3])],
+    )
+    model = layers(dropout=0.3)
+    by_groups = {"group": groups[0][rank // 2], "data_group": groups[1][rank % 2]}
+    random = compiled(model, replica, seed=5, profile=None, **by_groups)
+    losses: list[Tensor] = []
+    random.step(x, target=y, losses=losses, share_losses=True)
+    found["dropout"], found["losses"] = grads(random), torch.stack(losses)
+    found["reduce_ns"] = [stage.reduce_ns for stage in random.profile.stages]
+    found["verbs"] = [random.source(r).count("rank.reduce_grad(") for r in range(RANKS)]
+    found["reduced"] = [str(a) for row in random.timeline().ranks for a, _, _ in row if a.kind.is_of_stage]
+    random.close()
+
+    plain = layers()
+    pipeline = compiled(layers(), replica, mesh=mesh)
+    later = [t.chunk(REPLICAS)[replica] for t in batch(1)]
+    pipeline.step(x, target=y, reduce=False)
+    found["early"] = grads(pipeline)
+    found["unsaved"] = refused(lambda: pipeline.save("/nowhere"))
+    found["scaled"] = refused(lambda: _scaled(pipeline, x, y))
+    pipeline.step(later[0], target=later[1])
+    found["two steps"] = equal(grads(pipeline), reference(plain, (0, 1)))
+
+    # What is refused before the first message leaves the next step as it is.
+    pipeline.zero_grad()
+    short = (x[:6], y[:6]) if replica else (x, y)
+    found["short"] = refused(lambda: pipeline.step(short[0], target=short[1]))
+    pipeline.step(x, target=y)
+    found["after"] = equal(grads(pipeline), reference(plain))
+
+    # Another number of microbatches on all replicas: sums still end together.
+    pipeline.zero_grad()
+    pipeline.step(x[:6], target=y[:6])
+    found["rows"] = grads(pipeline)
+
+    scaler = pipeline.scaler(init_scale=4.0)
+    optimizer = torch.optim.SGD(list(pipeline.parameters()), lr=1.0)
+    pipeline.zero_grad()
+    pipeline.step(x.fill_(torch.inf) if replica else x, target=y)
+    scaler.step(optimizer)
+    scaler.update()
+    found["skipped"] = scaler.get_scale() == 2.0 and not equal(
+        dict(pipeline.named_parameters()), dict(plain.named_parameters())
+    )
+    pipeline.close()
+    found |= _refusals(rank, mesh)
+    return found
+
+
+def _scaled(pipeline: zbcompile.Pipeline, x: Tensor, y: Tensor) -> None:
+    pipeline.loss_scale = 2.0
+    try:
+        pipeline.step(x, target=y)
+    finally:
+        pipeline.loss_scale = 1.0
+
+
+def _refusals(rank: int, mesh: DeviceMesh) -> dict[str, str]:
+    replica = mesh.get_local_rank("dp")
+    x, y = (t.chunk(REPLICAS)[replica] for t in batch())
+    norm = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "replicas"))
+    found = {
+        "buffer": refused(lambda: compiled(norm, replica, mesh=mesh)),
+        "names": refused(lambda: compiled(layers(), 0, mesh=init_device_mesh("cpu", (4,)))),
+        "unused": refused(lambda: compiled(layers(), 0, mesh=other)),
+        "both": refused(lambda: compiled(layers(), 0, mesh=mesh, group=dist.group.WORLD)),
+        "alone": refused(lambda: compiled(layers(), 0, data_group=dist.group.WORLD)),
+    }
+    unlike = compiled(layers(seed=replica), replica, mesh=mesh)
+    found["unlike"] = refused(lambda: unlike.step(x, target=y))
+    unlike.close()
+    return found
+
+
+def lost(rank: int, fault: str, folder: str) -> str:
+    """Lose rank 3, or let it stand still, when it has to sum gradients of the second step."""
+    mesh = two_by_two()
+    replica = mesh.get_local_rank("dp")
+    x, y = (t.chunk(REPLICAS)[replica] for t in batch())
+    model = layers()
+    pipeline = zbcompile.compile(
+        model, RANKS, mesh=mesh, example_args=(x,), example_target=y, loss_fn=mse, verify=False,
+        num_microbatches=MICROBATCHES, profile=profile(), time_limit=0.3, stall_limit=8.0,
+    )  # fmt: skip
+    pipeline.step(x, target=y)
+    if rank == 3:
+        start = Replicas.start
+
+        def faulty(self: Replicas, *given: Any) -> Any:
+            if fault == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+            return start(self, *given)
+
+        Replicas.start = faulty  # type: ignore[method-assign]
+
+    def last() -> None:
+        pipeline.step(x, target=y)
+        pipeline.synchronize()  # ranks that have their sums may have finished the step
+
+    said = refused(last)
+    (Path(folder) / f"said-{rank}").write_text(said)
+    return said
+
+
+def cube(rank: int) -> dict[str, Any]:
+    """Train two steps on 2 replicas of 2 ranks of 2 shards, with the plain loop over the shards beside it."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
+    replica, shard = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    group = mesh["tp"].get_group()
+    model, plain = (peer_workers.model("tensor", group, shard) for _ in range(2))
+    pipeline = compiled(model, replica, mesh=mesh)
+    mine, theirs = (torch.optim.AdamW(list(m.parameters()), lr=0.1) for m in (pipeline, plain))
+    differ: list[str] = []
+    for number in range(2):
+        x, y = (t.chunk(REPLICAS)[replica] for t in batch(number))
+        mine.zero_grad()
+        pipeline.step(x, target=y)
+        totals = []
+        for other in range(REPLICAS):
+            theirs.zero_grad()
+            rows = (t.chunk(REPLICAS)[other].chunk(MICROBATCHES) for t in batch(number))
+            for xs, ys in zip(*rows, strict=True):
+                mse(plain(xs), ys).backward()
+            totals.append([p.grad.clone() for p in plain.parameters() if p.grad is not None])
+        for p, a, b in zip(plain.parameters(), *totals, strict=True):
+            p.grad = (a + b) / (REPLICAS * MICROBATCHES)
+        differ += equal(
+            grads(pipeline), {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        )
+        mine.step()
+        theirs.step()
+        differ += equal(dict(pipeline.named_parameters()), dict(plain.named_parameters()))
+    found = {"differ": differ, "names": [name for name, _ in pipeline.named_parameters()]}
+    pipeline.synchronize()
+    pipeline.close()
+    return found

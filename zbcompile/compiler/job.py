@@ -1,0 +1,137 @@
+"""Jobs of several pipelines: where each process stands, and what replicas must have in common."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from zbcompile.compiler.sharing import sampled_bytes
+from zbcompile.errors import PipelineError, UsageError
+from zbcompile.options import CompileOptions
+from zbcompile.runtime.grid import Place, place_in_mesh, place_of_groups
+from zbcompile.runtime.group import PipelineGroup
+
+__all__ = ["check_places", "check_replicas", "place_of", "require_members"]
+
+
+def place_of(options: CompileOptions) -> Place | None:
+    """Return where this process stands in the job that was asked for; None for a single pipeline.
+
+    Raises
+    ------
+    UsageError
+        The mesh cannot be meant.
+    PipelineError
+        A replica does not come.
+    """
+    if options.mesh is not None:
+        return place_in_mesh(options.mesh)
+    if options.data_group is None or options.group is None:
+        return None
+    replicas = PipelineGroup.present(options.data_group, options.stall_limit_s)
+    own = place_of_groups([], options.group, options.data_group)
+    if replicas is None:
+        return place_of_groups([own.pipeline], options.group, options.data_group)
+    try:
+        with replicas.calls.building("compile()"):
+            told = replicas.gather(json.dumps(own.pipeline), "the pipelines of all replicas")
+    finally:
+        replicas.close()
+    return place_of_groups([json.loads(text) for text in told], options.group, options.data_group)
+
+
+def require_members(planners: PipelineGroup, place: Place) -> None:
+    """Refuse a ``plan_group`` that lacks a process of the job."""
+    missing = sorted(set(place.members) - set(planners.members))
+    if missing:
+        raise UsageError(
+            "replicas run one plan, and plan_group lacks some of them",
+            where="plan_group",
+            needed=f"all of {list(place.members)}",
+            given=planners.members,
+            fix="leave plan_group out: by default it is the whole job",
+        )
+
+
+def check_places(group: PipelineGroup) -> None:
+    """Compare where all processes say that they stand; tell the group the pipelines of its replicas.
+
+    Raises
+    ------
+    PipelineError
+        Pipelines overlap, or processes that are replicas have different ranks in theirs; raised by all.
+    """
+    mine = json.dumps([group.pipeline, group.replicas])
+    told = [json.loads(text) for text in group.gather(mine, "the places of all processes")]
+    sizes = sorted({(len(pipeline), len(replicas)) for pipeline, replicas in told})
+    if len(sizes) > 1:
+        raise group.calls.common(
+            PipelineError(
+                "processes differ in how many ranks their pipeline has, or how many replicas they have",
+                given=", ".join(f"{ranks} ranks and {replicas} replicas" for ranks, replicas in sizes),
+                fix="let all pipelines of the job have as many ranks, and all ranks as many replicas",
+            )
+        )
+    for rank, (pipeline, replicas) in enumerate(told):
+        for other, ours, what in ((pipeline, 0, "pipeline"), (replicas, 1, "replicas")):
+            apart = next((member for member in other if told[member][ours] != other), None)
+            if apart is not None:
+                raise _apart(group, rank, apart, what, told[rank][ours], told[apart][ours])
+        places = {told[member][0].index(member) for member in replicas}
+        if len(places) > 1:
+            raise group.calls.common(
+                PipelineError(
+                    f"ranks {replicas} are replicas, but ranks {sorted(places)} of their pipelines",
+                    fix="let data_group hold processes with the same rank in their pipelines",
+                )
+            )
+    group.pipelines = [told[rank][0] for rank in group.replicas]
+
+
+def _apart(
+    group: PipelineGroup, rank: int, other: int, what: str, mine: Sequence[int], theirs: Sequence[int]
+) -> PipelineError:
+    return group.calls.common(
+        PipelineError(
+            f"ranks {rank} and {other} do not agree on their {what}",
+            needed=f"{mine}, as rank {rank} says",
+            given=f"{theirs} on rank {other}",
+            fix="give all processes the same mesh, or groups that do not overlap",
+        )
+    )
+
+
+def check_replicas(group: PipelineGroup, tensors: Mapping[str, Tensor]) -> None:
+    """Compare parameters and buffers of a rank's stages with those of its replicas, by hashes.
+
+    Of tensors above 1 MiB a sample is compared. All ranks come here.
+
+    Parameters
+    ----------
+    tensors
+        Those of this rank, by name.
+
+    Raises
+    ------
+    PipelineError
+        Names the first tensor that differs, and two ranks; raised by all.
+    """
+    if len(group.replicas) == 1:
+        return
+    own = {name: hashlib.sha256(sampled_bytes(t)).hexdigest()[:16] for name, t in tensors.items()}
+    told = group.gather(json.dumps([group.replicas, own]), "the weights of replicas")
+    parts = [json.loads(text) for text in told]
+    for rank, (replicas, hashes) in enumerate(parts):
+        first = parts[replicas[0]][1]
+        name = next((name for name, digest in hashes.items() if first.get(name) != digest), None)
+        if name is not None:
+            raise group.calls.common(
+                PipelineError(
+                    f"replicas begin with different values: rank {rank} from rank {replicas[0]}",
+                    where=name,
+                    fix="build the model with the same seed on all of them, or load the same weights",
+                )
+            )
