@@ -7,6 +7,7 @@
 #   make fuzz N=10000          random command lines, files and shells; FIRST=123 N=1 runs one seed
 #   make prove N=2000          the last-round-trip bound against the exact model; FIRST=123 N=1 shows one problem
 #                              PROVE="--plans --seconds 10": plans under all send modes, and how many are proved
+#   make release-check         builds wheel and sdist, installs and uses them on Python 3.11, 3.12, 3.13 (PYTHONS=...)
 #   make gpu-check             what a GPU makes of it, in at most five minutes; report in gpu-check.json. Needs a Python
 #                              with torch and nothing else; DEVICE=cpu runs it without a GPU, GPU_PYTHON=... with another
 #   make test-compatible       the bitwise tests of the passes under another instruction set
@@ -38,7 +39,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: gpu-check demo test test-compatible lint docs models kill fuzz prove install wheel clean
+.PHONY: gpu-check release-check demo test test-compatible lint docs models kill fuzz prove install wheel clean
 
 install: $(READY)
 
@@ -52,6 +53,9 @@ $(READY): constraints.txt pyproject.toml
 
 gpu-check:
 	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m zbcompile selftest --device $(DEVICE) -o $(GPU_REPORT)
+
+release-check: $(READY)
+	$(BIN)/python -m tests.release $(PYTHONS)
 
 demo: $(READY)
 	$(BIN)/zbcompile demo

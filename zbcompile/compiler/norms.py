@@ -17,7 +17,15 @@ from zbcompile.compiler.peers import refuse_shards
 from zbcompile.errors import PipelineError, UsageError
 from zbcompile.runtime.group import PipelineGroup
 
-__all__ = ["gradient_norms", "total_norm"]
+__all__ = [
+    "clip_factor",
+    "gradient_norms",
+    "in_order",
+    "norms_of_texts",
+    "norms_text",
+    "own_norms",
+    "total_norm",
+]
 
 _DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 """Dtypes of norms."""
@@ -52,11 +60,23 @@ def gradient_norms(
     UsageError
         The ranks call with different arguments, or different calls.
     """
-    found = {n: torch.linalg.vector_norm(p.grad, norm_type) for n, p in own.items() if p.grad is not None}
+    found = own_norms(own, norm_type)
     if group is not None:
         refuse_shards(group, asked)
-        found = _of_all_ranks(found, group, asked)
-    return {name: found[name] for name, _ in trained.named_parameters() if name in found}
+        with group.calls.meeting(asked):
+            texts = group.gather(norms_text(found, asked), "the norms of gradients")
+        found = norms_of_texts(texts, found, asked)
+    return in_order(trained, found)
+
+
+def own_norms(own: Mapping[str, nn.Parameter], norm_type: float) -> dict[str, Tensor]:
+    """Return the norms of this process's gradients, by name."""
+    return {n: torch.linalg.vector_norm(p.grad, norm_type) for n, p in own.items() if p.grad is not None}
+
+
+def in_order(trained: nn.Module, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return norms in the order of the model's parameters."""
+    return {name: norms[name] for name, _ in trained.named_parameters() if name in norms}
 
 
 def total_norm(norms: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool = False) -> Tensor:
@@ -76,11 +96,25 @@ def total_norm(norms: Sequence[Tensor], norm_type: float, error_if_nonfinite: bo
     return total
 
 
-def _of_all_ranks(own: Mapping[str, Tensor], group: PipelineGroup, asked: str) -> dict[str, Tensor]:
-    numbers = {name: [float(norm).hex(), str(norm.dtype)] for name, norm in own.items()}
-    text = json.dumps([asked, numbers])
-    with group.calls.meeting(asked):
-        parts = [json.loads(part) for part in group.gather(text, "the norms of gradients")]
+def clip_factor(max_norm: float, total: Tensor) -> Tensor:
+    """Return what `torch.nn.utils.clip_grads_with_norm_` multiplies every gradient by; 1: nothing is due."""
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
+
+
+def norms_text(own: Mapping[str, Tensor], asked: str) -> str:
+    """Return norms of this process's gradients, and the call ``asked`` in words, as text for the others."""
+    return json.dumps([asked, {name: [float(norm).hex(), str(norm.dtype)] for name, norm in own.items()}])
+
+
+def norms_of_texts(texts: Sequence[str], own: Mapping[str, Tensor], asked: str) -> dict[str, Tensor]:
+    """Return the norms in the texts of all ranks, by name, on the device of this process's.
+
+    Raises
+    ------
+    UsageError
+        A rank was asked for something else.
+    """
+    parts = [json.loads(text) for text in texts]
     other = next((rank for rank, (words, _) in enumerate(parts) if words != asked), None)
     if other is not None:
         raise UsageError(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.distributed_c10d import ProcessGroup, Store
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "accumulate_hooks",
     "copy_all",
     "found_not_finite",
+    "has_step_hooks",
     "is_unscaled",
     "module_tables",
     "new_group",
@@ -66,6 +68,12 @@ def found_not_finite(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.dev
 def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
     """Return whether ``unscale_`` has been called for an optimizer since the last update."""
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether anything was registered to run before or after the optimizer's step, or any's."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 
 def module_tables(
