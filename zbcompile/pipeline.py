@@ -225,7 +225,7 @@ def compile(
         Whether `Pipeline.optimizer_step` steps without a barrier, and undoes the step where the norm of all
         gradients, known later, asks for clipping or for none: the plan counts a copy of the weights and of
         the optimizer's state (two tensors per parameter). For the optimizers of
-        `zbcompile.compiler.optimizer_snapshot.REVERSIBLE`; see docs/training.md.
+        `zbcompile.compiler.optimizer_snapshot.REVERSIBLE`; see docs/howto/training.md.
     cache
         Folder in which plans are kept, to be found again at the next start with the same graphs, options,
         ranks and versions: then nothing is measured, searched, or, unless ``verify`` is True, compared with

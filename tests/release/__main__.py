@@ -38,7 +38,8 @@ model.zero_grad()
 for rows, targets in zip(x.chunk(2), y.chunk(2)):
     nn.functional.mse_loss(model(rows), targets).backward()
 assert all(torch.equal(a, p.grad / 2) for a, p in zip(got, model.parameters()))
-print(f"zbcompile {zbcompile.__version__}, Python {sys.version.split()[0]}, torch {torch.__version__}: gradients equal")
+python = sys.version.split()[0]
+print(f"zbcompile {zbcompile.__version__}, Python {python}, torch {torch.__version__}: gradients equal")
 """
 
 
