@@ -119,8 +119,13 @@ def compile(
         Any ``nn.Module``. It is not changed (but see ``free_model``); its own parameters are trained.
     num_stages
         Number of pieces. A rank may run several.
-    example_args, example_kwargs, example_target
-        The whole batch as `Pipeline.step` gets it. Without them the model is captured at the first step.
+    example_args
+        A whole batch: positional arguments of the model, as `Pipeline.step` gets them. Without an example the
+        model is captured at the first step.
+    example_kwargs
+        Keyword arguments of the model for that batch.
+    example_target
+        What the loss function gets beside the model's output.
     loss_fn
         ``loss_fn(output, target) -> scalar``, or ``(scalar, {name: tensor})`` with metrics for
         ``step(metrics=...)``; not needed where the model returns its own loss. The parameters of a loss that
@@ -151,9 +156,11 @@ def compile(
         An order to run as it is instead of a search: a `Schedule`, a `Solution`, a schedule file, torch's
         CSV; or the folder of a checkpoint (`Pipeline.save`), whose plan is taken with the costs that it was
         made for, so that nothing is measured.
-    num_ranks, group
-        Default: the default process group and its size where one is initialised or torchrun started the
-        process; else as many ranks as stages, all run in this process.
+    num_ranks
+        Number of ranks. Default: the size of the group; without one, as many as stages, all in this process.
+    group
+        The process group of the pipeline, one process per rank. Default: the default group where one is
+        initialised or torchrun started the process; else none.
     plan_group
         The process group of a job in which several pipelines of the same form run side by side (replicas),
         each with its own ``group``: all of its processes compile at the same time, and run the plan that its
@@ -173,8 +180,14 @@ def compile(
         group), ``min_memory``, ``full``, a price in bytes per second, or ``auto``: a level for each stage,
         chosen with the order. Default: what the plan or the profile says that was given, else ``auto`` under
         a ``memory_limit``, else ``none``.
-    split_points, backend, verify
-        Of the stages; see docs/reference/split.md.
+    split_points
+        The modules that begin stages 1, 2, ..., or a function that chooses among legal cuts. Default: cuts
+        are found (``cuts``).
+    backend
+        ``eager``, with the bits of plain autograd, or ``inductor``, which compiles every graph.
+    verify
+        Whether one microbatch is compared with the untouched model (docs/reference/split.md). Default: for
+        models on the CPU of at most 1 GiB without gradient hooks.
     time_limit
         Seconds for the search.
     one_communicator
@@ -501,7 +514,8 @@ class Pipeline(Sequence[Stage]):
             A rank is lost; or the norm is not finite, and ``error_if_nonfinite``.
         UsageError
             The ranks give different arguments (with ``post_validation`` raised with the outcome), an
-            optimizer holds other parameters or cannot be undone, or ``max_norm`` is negative or no number.
+            optimizer holds other parameters or cannot be undone, ``max_norm`` is negative or no number, or
+            the last step did not reduce.
         """
         self._refuse_if_closed()
         asked = Asked(None if max_norm is None else float(max_norm), float(norm_type), error_if_nonfinite)
@@ -509,6 +523,11 @@ class Pipeline(Sequence[Stage]):
             [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         )
         compiled, own = self._ready(), dict(self._own_parameters())
+        if compiled.unreduced_steps:
+            raise UsageError(
+                f"gradients of {compiled.unreduced_steps} steps wait for their sum over the replicas",
+                fix="let the last step before optimizer_step() reduce",
+            )
         return compiled.updates.step(
             list(optimizers),
             own,
@@ -715,7 +734,8 @@ class Pipeline(Sequence[Stage]):
         ``options`` are those of `torch.amp.GradScaler` (``init_scale``, ``growth_interval``, ...). The scaler
         keeps `loss_scale`, so the loop is ``step``, ``scaler.unscale_(optimizer)``, `clip_grad_norm_`,
         ``scaler.step(optimizer)``, ``scaler.update()``. A step is skipped on all ranks when a gradient on any
-        of them is not finite. (A plain ``GradScaler`` on each rank would skip and scale for itself.)
+        of them is not finite. (A plain ``GradScaler`` on each rank would skip and scale for itself.) A rank
+        that trains nothing gives None for the optimizer.
         """
         self._refuse_if_closed()
         if self._options.post_validation:
