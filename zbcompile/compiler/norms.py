@@ -8,16 +8,19 @@ once.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from zbcompile.compiler.peers import refuse_shards
+from zbcompile.compiler.sharding import local
 from zbcompile.errors import PipelineError, UsageError
 from zbcompile.runtime.group import PipelineGroup
 
-__all__ = ["gradient_norms", "total_norm"]
+__all__ = ["clip", "gradient_norms", "total_norm"]
 
 _DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 """Dtypes of norms."""
@@ -52,10 +55,14 @@ def gradient_norms(
     UsageError
         The ranks call with different arguments, or different calls.
     """
-    found = {n: torch.linalg.vector_norm(p.grad, norm_type) for n, p in own.items() if p.grad is not None}
+    found = {
+        name: torch.linalg.vector_norm(local(p.grad), norm_type)
+        for name, p in own.items()
+        if p.grad is not None
+    }
     if group is not None:
         refuse_shards(group, asked)
-        found = _of_all_ranks(found, group, asked)
+        found = _of_all_ranks(found, group, norm_type, asked)
     return {name: found[name] for name, _ in trained.named_parameters() if name in found}
 
 
@@ -76,7 +83,15 @@ def total_norm(norms: Sequence[Tensor], norm_type: float, error_if_nonfinite: bo
     return total
 
 
-def _of_all_ranks(own: Mapping[str, Tensor], group: PipelineGroup, asked: str) -> dict[str, Tensor]:
+def clip(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor) -> None:
+    """Clip gradients by the norm of all, as torch does; of a sharded one the part of this rank."""
+    grads = [SimpleNamespace(grad=local(p.grad)) for p in parameters if p.grad is not None]
+    nn.utils.clip_grads_with_norm_(cast("list[Tensor]", grads), max_norm, total)
+
+
+def _of_all_ranks(
+    own: Mapping[str, Tensor], group: PipelineGroup, norm_type: float, asked: str
+) -> dict[str, Tensor]:
     numbers = {name: [float(norm).hex(), str(norm.dtype)] for name, norm in own.items()}
     text = json.dumps([asked, numbers])
     with group.calls.meeting(asked):
@@ -91,8 +106,11 @@ def _of_all_ranks(own: Mapping[str, Tensor], group: PipelineGroup, asked: str) -
             fix="call it on every rank with the same arguments, and the scale that pipeline.scaler() keeps",
         )
     device = next(iter(own.values())).device if own else torch.device("cpu")
-    return {
-        name: torch.tensor(float.fromhex(number), dtype=_DTYPES[dtype], device=device)
-        for _, numbers in parts
-        for name, (number, dtype) in numbers.items()
-    }
+    found: dict[str, list[Tensor]] = {}
+    for _, numbers in parts:
+        for name, (number, dtype) in numbers.items():
+            norm = torch.tensor(float.fromhex(number), dtype=_DTYPES[dtype], device=device)
+            found.setdefault(name, []).append(norm)
+    if len(group.shards) > 1:  # each rank has another part of a gradient
+        return {name: torch.linalg.vector_norm(torch.stack(n), norm_type) for name, n in found.items()}
+    return {name: norms[0] for name, norms in found.items()}
