@@ -5,7 +5,7 @@
 
 Prints for every row: ours, the peer's figure, the bound, the gap, wall and processor seconds. Times
 in milliseconds. Sections: paper, makespan, starved, v, v_min, peers, looped, variants, unequal (stages),
-unequal_microbatches, large, cuts. Default: all.
+unequal_microbatches, large, cuts, reductions. Default: all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import ablate
+from benchmarks import ablate, reductions
 from zbcompile.planner.cuts import plan_cuts
 from zbcompile.planner.plan import plan
 from zbcompile.schedule.costs import Link, Profile, StageCost
@@ -399,6 +399,7 @@ def main() -> None:
         "unequal_microbatches": lambda: unequal_microbatches(arguments.rows),
         "starved": starved,
         "cuts": cuts,
+        "reductions": lambda: reductions.main(next(row for row in PAPER if row["model"] == "14.6B")),
         "v": lambda: v(arguments.first, arguments.rows),
         "v_min": lambda: v_min(arguments.rows),
         "peers": lambda: peers(arguments.first, arguments.rows),

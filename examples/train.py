@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 4 examples/train.py --steps 400     goes on from the last checkpoint
 
 Killed and started again with the same line, it ends as if nothing had happened. Nothing is downloaded. See
-README.md for the words used.
+docs/concepts/words.md for the words used.
 """
 
 from __future__ import annotations

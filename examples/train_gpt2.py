@@ -3,7 +3,8 @@
     python examples/train_gpt2.py                               all ranks take turns in one process
     torchrun --nproc-per-node 4 examples/train_gpt2.py          one process per rank
 
-The model is transformers' own, with random weights; nothing is downloaded. See README.md for the words used.
+The model is transformers' own, with random weights; nothing is downloaded. See
+docs/concepts/words.md for the words used.
 """
 
 from __future__ import annotations

@@ -103,6 +103,8 @@ class OpFacts:
         While traced, adds up class weights in another way if it takes a mean with label smoothing.
     collective
         Starts a message among the processes of a group: its result may be read only after a wait.
+    all_gather
+        A collective that puts together what the processes of a group hold.
     wait
         Returns its argument when that is there; it takes no time of its own.
     """
@@ -137,6 +139,7 @@ class OpFacts:
     any_order: bool = False
     sums_weights_traced: bool = False
     collective: bool = False
+    all_gather: bool = False
     wait: bool = False
 
 
@@ -332,6 +335,9 @@ _HOLDS: Mapping[str, str] = {
     "collective": """
         _c10d_functional.all_* _c10d_functional.reduce_scatter* _c10d_functional.broadcast*
         _c10d_functional_autograd.*
+    """,
+    "all_gather": """
+        _c10d_functional.all_gather_into_tensor _c10d_functional_autograd.all_gather_into_tensor
     """,
     "wait": "_c10d_functional.wait_tensor",
 }

@@ -41,9 +41,9 @@ def test_every_command_parses(line: str) -> None:
             assert (ROOT / word).is_file(), word
 
 
-def test_there_are_commands_and_both_make_targets_exist() -> None:
+def test_there_are_commands_and_make_targets_exist() -> None:
     assert len(COMMANDS) >= 5
-    assert {"demo", "test"} <= set(TARGETS)
+    assert "demo" in TARGETS
     makefile = (ROOT / "Makefile").read_text()
     for target in TARGETS:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
@@ -76,7 +76,7 @@ def test_the_python_example_uses_arguments_that_exist() -> None:
         for n in c.body
         if isinstance(n, ast.FunctionDef)
     }
-    for attribute in re.findall(r"pipeline\.(\w+)", README):
+    for attribute in re.findall(r"(?<![/\w])pipeline\.(\w+)", README):
         assert attribute in names, attribute
 
 
@@ -99,8 +99,6 @@ pipeline.synchronize()
 pipeline.close()
 """
 PLAIN = """
-from safetensors.torch import save_file
-save_file(model.state_dict(), "model.safetensors")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 for inputs, targets in data:
     optimizer.zero_grad()
@@ -116,16 +114,13 @@ torch.save(model.state_dict(), f"{sys.argv[1]}/0.pt")
 
 @pytest.mark.timeout(300)
 def test_the_python_example_trains_like_the_plain_loop_alone_and_under_torchrun(tmp_path: Path) -> None:
-    example, meta = PYTHON
-    meta = "import zbcompile\n" + meta.replace("H100", "CPU")  # for which each of these stages has a layer
-    loop = example[example.index("optimizer =") :]
+    (example,) = PYTHON
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
     states = []
     for name, how, body in (
         ("plain", [], PLAIN),
         ("alone", [], example + AFTER),
         ("torchrun", torchrun, example + AFTER),
-        ("meta", torchrun, meta + loop + AFTER),
     ):
         folder = tmp_path / name
         folder.mkdir()
@@ -155,26 +150,27 @@ def test_the_least_profile_is_one() -> None:
     json.loads(text)
 
 
-def test_every_file_that_it_points_to_exists() -> None:
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", README):
-        assert (ROOT / target.partition("#")[0]).exists(), target
-
-
-def test_its_timeline_is_what_show_draws(capsys) -> None:
-    picture = next(text for kind, text in BLOCKS if "rank 0" in text)
+def test_its_picture_is_what_the_tool_draws(tmp_path: Path) -> None:
     path = ROOT / "examples" / "four-unequal-stages.schedule.json"
     assert main(["check", str(path), "--certificate"]) == 0
-    capsys.readouterr()
-    assert main(["show", str(path), "--width", "96"]) == 0
-    assert picture.partition("\n")[2] == capsys.readouterr().out
+    picture = tmp_path / "timeline.svg"
+    assert main(["show", str(path), "--svg", str(picture)]) == 0
+    assert picture.read_bytes() == (ROOT / "docs" / "timeline.svg").read_bytes()
     profile = profile_json.loads((ROOT / "examples/profiles/four-unequal-stages.json").read_text())
     assert schedule_json.loads(path.read_text()).problem == profile.problem()
 
 
-def test_exit_codes_are_the_errors_own() -> None:
-    from zbcompile import errors
-
-    codes = {getattr(errors, name).exit_code for name in errors.__all__ if name.endswith("Error")}
-    table = {int(code) for code in re.findall(r"^\| (\d+) \|", README, re.MULTILINE)}
-    assert codes <= table
-    assert table == {0, 1, 2, 3, 130}
+def test_its_figures_are_those_of_the_results() -> None:
+    results = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    rows = re.findall(
+        r"^\| (.+) \| `(.+)` \|$", README.partition("| figure | command |")[2].partition("\n\n")[0], re.M
+    )
+    assert len(rows) == 5
+    for _, command in rows:
+        words = command.split()
+        if words[0] == "python":
+            script = words[2].replace(".", "/") + ".py" if words[1] == "-m" else words[1]
+            assert (ROOT / script).is_file()
+            assert command.partition(" [")[0] in results or script in results, command
+    for figure in (".0017", ".0039", "33.0", "| 275 | 240 | 18 | 17 | 0 |"):
+        assert figure in results, figure

@@ -46,7 +46,7 @@ class ZBCompileError(Exception):
     Attributes
     ----------
     exit_code
-        What the command line ends with; the README lists the codes.
+        What the command line ends with; docs/reference/cli.md lists the codes.
     """
 
     exit_code = 1

@@ -14,6 +14,7 @@ from zbcompile.compiler.arguments import (
     microbatch_costs_of,
     placement_of,
     plan_of_checkpoint,
+    problem_of,
     profile_of,
     schedule_of,
 )
@@ -76,7 +77,7 @@ def compile(
     memory_limit: int | Sequence[int | None] | None = None,
     placement: str | Placement | Sequence[int] = "auto",
     objective: str = "span",
-    transport: str = TRANSPORTS[0],
+    transport: str | None = None,
     profile: Profile | Device | str | os.PathLike[str] | None = None,
     schedule: Schedule | Solution | str | os.PathLike[str] | None = None,
     num_ranks: int | None = None,
@@ -101,7 +102,7 @@ def compile(
     stall_limit: float = 300.0,
     free_model: bool = False,
     gradient_dtype: torch.dtype | None = None,
-    accumulate: str = ACCUMULATE[0],
+    accumulate: str | None = None,
     kept_gradients: bool = False,
     cache: str | os.PathLike[str] | None = None,
     cuts: str | None = None,
@@ -140,7 +141,7 @@ def compile(
         ``span`` (steps follow each other without a meeting) or ``makespan`` (all ranks meet).
     transport
         Send mode that is planned for: ``async``, ``rendezvous`` or ``batched``, defined in
-        docs/reference/send-modes.md.
+        docs/reference/send-modes.md. Default: that of the plan that was given, else ``async``.
     profile
         Costs to plan with: a `Profile` or a file, or a `Device` (``device_named("H100")``) to count them for.
         Default: the stages are measured here. A model on the meta device cannot be measured.
@@ -160,15 +161,16 @@ def compile(
         A `DeviceMesh` of all processes of the job, with dimensions ``pp`` (the ranks of a pipeline), ``dp``
         (replicas: each runs the same stages on rows of its own, and gradients are summed over them) or both,
         and further ones (``tp``) along which stages exchange data. All processes make the same calls, and run
-        one plan. See docs/training.md.
+        one plan. See docs/howto/data-parallel.md.
     data_group
         In place of ``mesh``, beside ``group``: the process group of the replicas of this process.
     seed
         Of the random streams (dropout) and of the search.
     recompute
-        What stages compute again in their backward to hold less: ``none``, ``min_memory``, ``full``, a price
-        in bytes per second, or ``auto``: a level for each stage, chosen with the order. Default: what the
-        plan or the profile says that was given, else ``auto`` under a ``memory_limit``, else ``none``.
+        What stages compute again in their backward to hold less: ``none``, ``regather`` (all-gathers over a
+        group), ``min_memory``, ``full``, a price in bytes per second, or ``auto``: a level for each stage,
+        chosen with the order. Default: what the plan or the profile says that was given, else ``auto`` under
+        a ``memory_limit``, else ``none``.
     split_points, backend, verify
         Of the stages; see docs/reference/split.md.
     time_limit
@@ -212,6 +214,7 @@ def compile(
         ``order``: gradients of weights are summed in the order of the microbatches, with the bits of a plain
         loop. Where an order computes one out of turn it waits, and the plan counts it. ``memory``: each is
         added as it comes, so that none waits: equal up to rounding, and the same at every step of one order.
+        Default: that of the plan that was given, else ``order``.
     kept_gradients
         Whether steps begin with gradients of earlier steps in ``param.grad`` (several steps to one of the
         optimizer): the plan counts a second set of gradients. Without it, such a step under a
@@ -251,6 +254,7 @@ def compile(
     saved = plan_of_checkpoint(schedule)
     order, planned = schedule_of(schedule if saved is None else saved)
     costs = microbatch_costs_of(microbatch_costs, profile, schedule, saved)
+    known = problem_of(schedule, saved)
     options = CompileOptions(
         model=model,
         num_stages=num_stages,
@@ -260,7 +264,7 @@ def compile(
         memory_limit=limits_of(memory_limit),
         placement=placement_of(placement),
         objective=objective,
-        transport=transport,
+        transport=(known.transport if known else TRANSPORTS[0]) if transport is None else transport,
         profile=saved.problem.profile if saved is not None and profile is None else profile_of(profile),
         schedule=order,
         solution=saved,
@@ -285,7 +289,7 @@ def compile(
         stall_limit_s=stall_limit,
         free_model=free_model,
         gradient_dtype=gradient_dtype,
-        accumulate=accumulate,
+        accumulate=(known.accumulate if known else ACCUMULATE[0]) if accumulate is None else accumulate,
         kept_gradients=kept_gradients,
         cache=None if cache is None else os.path.abspath(cache),
         skip=skipped_from_environment(),

@@ -16,6 +16,7 @@ from zbcompile.passes.aliasing import is_random, owned_bytes
 from zbcompile.passes.capture.captured import Captured
 from zbcompile.passes.capture.data_checks import is_check
 from zbcompile.passes.joint.graph_facts import ancestors, storage_root
+from zbcompile.passes.ops import facts
 from zbcompile.passes.split.boxed import boxed
 from zbcompile.passes.split.ports import input_port, output_port
 from zbcompile.passes.split.save_set import leaves
@@ -153,7 +154,9 @@ def _is_unchanged_argument(values: StageValues, node: Node) -> bool:
 
 
 def _graphs(values: StageValues, handover: _Handover) -> Graphs:
+    """Build the graphs; the backward waits for what it gathers again only where that is used."""
     joint, input_grads = values.stage.joint, values.input_grads.values()
+    again = {n for n in values.nodes if facts(n.target).wait and n not in values.late}
     forward = boxed(
         joint.module,
         [joint.arguments[i] for i in range(len(values.stage.values))],
@@ -163,13 +166,25 @@ def _graphs(values: StageValues, handover: _Handover) -> Graphs:
         unread=_unread(values),
     )
     backward_input = boxed(
-        joint.module, handover.input_args, [*input_grads, *handover.from_backward], "backward_input"
+        joint.module,
+        handover.input_args,
+        [*input_grads, *handover.from_backward],
+        "backward_input",
+        deferred=again,
     )
     backward_weight = boxed(
-        joint.module, handover.weight_args, list(handover.late_grads.values()), "backward_weight"
+        joint.module,
+        handover.weight_args,
+        list(handover.late_grads.values()),
+        "backward_weight",
+        deferred=again,
     )
     full_backward = boxed(
-        joint.module, handover.full_args, [*input_grads, *values.weight_grads.values()], "full_backward"
+        joint.module,
+        handover.full_args,
+        [*input_grads, *values.weight_grads.values()],
+        "full_backward",
+        deferred=again,
     )
     return Graphs(forward, backward_input, backward_weight, full_backward)
 

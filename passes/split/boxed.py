@@ -42,6 +42,7 @@ def boxed(
     name: str,
     copies: Collection[Node] = (),
     unread: Collection[Node] = (),
+    deferred: Collection[Node] = (),
 ) -> GraphModule:
     """Return the calls between ``arguments`` and ``outputs`` in their original order.
 
@@ -59,6 +60,8 @@ def boxed(
         Arguments that the caller changes afterwards; an output that is one of them is cloned.
     unread
         Calls that are made though nothing reads them: random ones move the random state, checks raise.
+    deferred
+        Calls that are made right before their first use instead of in their place.
     """
     graph = Graph()
     values: dict[Node, Node] = {}
@@ -67,10 +70,20 @@ def boxed(
         values[node].meta = dict(node.meta)
     _, calls = leaves([node for node in (*outputs, *unread) if node not in values], values)
     calls |= _checks(module.graph, calls)
+
+    def call(node: Node) -> None:
+        for argument in node.all_input_nodes:
+            if argument not in values:
+                call(argument)
+        values[node] = graph.node_copy(node, lambda n: values[n])
+        values[node].meta = with_provenance(node.meta)
+
     for node in module.graph.nodes:
-        if node in calls:
-            values[node] = graph.node_copy(node, lambda n: values[n])
-            values[node].meta = with_provenance(node.meta)
+        if node in calls and node not in deferred:
+            call(node)
+    for node in outputs:
+        if node not in values:
+            call(node)
     results = []
     for node in outputs:
         if node in copies:

@@ -15,7 +15,7 @@ selecting record segments, JACM 23(4), 1976). ::
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zbcompile.passes.split.recompute import POLICIES, Recompute
@@ -48,13 +48,17 @@ class _Point:
         return sum(self.costs[4:])
 
 
-def worthwhile(weigh: Callable[[Recompute], tuple[int, ...]]) -> tuple[Recompute, ...]:
+def worthwhile(
+    weigh: Callable[[Recompute], tuple[int, ...]], named: Sequence[str] = POLICIES
+) -> tuple[Recompute, ...]:
     """Return the levels of a stage that no other one beats, from the most bytes to the fewest.
 
     Parameters
     ----------
     weigh
         What the stage costs at a level: ns of F, B, W and BW, bytes from F to B and from B to W.
+    named
+        The named levels to weigh, "none" first and "full" last.
 
     Returns
     -------
@@ -65,9 +69,9 @@ def worthwhile(weigh: Callable[[Recompute], tuple[int, ...]]) -> tuple[Recompute
     def point(level: Recompute) -> _Point:
         return _Point(level, weigh(level))
 
-    none, least, full = map(point, POLICIES)
+    none, *between, full = map(point, named)
     kept = [none]
-    for other in (full, least, *_between(none, full, point)):
+    for other in (full, *reversed(between), *_between(none, full, point)):
         if not any(_beats(known, other) for known in kept):
             kept.append(other)
     first, *rest = sorted(kept, key=lambda p: (p.level != "none", -p.costs[4], -p.costs[5]))

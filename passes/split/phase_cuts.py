@@ -41,7 +41,7 @@ def kept_for_weight(values: StageValues, price: Price) -> set[Node]:
             late=late,
             early=early,
             free=values.free,
-            size=owned_bytes,
+            size=_size,
             price=price,
         )
     )
@@ -56,10 +56,15 @@ def kept_for_backward(values: StageValues, for_weight: set[Node], price: Price) 
             late={n for n in values.late if n.op != "placeholder"},
             early=ancestors(values.results),
             free={*values.free, *values.tangents},
-            size=owned_bytes,
+            size=_size,
             price=price,
         )
     )
+
+
+def _size(node: Node) -> int | None:
+    """Return the bytes of a value that can be kept; what a collective has not delivered yet cannot."""
+    return None if facts(node.target).collective else owned_bytes(node)
 
 
 def _stays_in_weight(node: Node) -> bool:

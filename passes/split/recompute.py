@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+import torch
 from torch.fx import Node
 
 from zbcompile.errors import UsageError
@@ -12,6 +13,7 @@ from zbcompile.passes.aliasing import is_random, viewed_arguments
 from zbcompile.passes.joint.graph_facts import is_elementwise
 from zbcompile.passes.nodes import value_of
 from zbcompile.passes.op_costs import is_heavy, node_ns
+from zbcompile.passes.ops import facts
 from zbcompile.schedule.devices import Device
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "POLICIES",
     "Recompute",
     "check_recompute",
+    "is_gathered",
     "level_in",
     "level_text",
     "recompute_price",
@@ -27,16 +30,16 @@ __all__ = [
 ]
 
 Recompute = str | float
-"""``"none"``, ``"min_memory"`` (no heavy call twice), ``"full"`` (anything but random draws twice), or a
-price: bytes that one second of recompute must save."""
+"""``"none"``, ``"regather"`` (all-gathers twice, alone), ``"min_memory"`` (no heavy call twice), ``"full"``
+(anything but random draws twice), or a price: bytes that one second of recompute must save."""
 
-POLICIES = ("none", "min_memory", "full")
-"""The named ones, from the one that holds most to the one that holds least."""
+POLICIES = ("none", "regather", "min_memory", "full")
+"""The named ones, "none" first and "full", the one that holds least, last."""
 
 AUTO = "auto"
 """No policy of a stage: the planner chooses a level for each."""
 
-_TITLE = re.compile(r"(?:^|, )recompute=(none|min_memory|full|[0-9][0-9.e+-]{0,30})$")
+_TITLE = re.compile(r"(?:^|, )recompute=(none|regather|min_memory|full|[0-9][0-9.e+-]{0,30})$")
 
 FUSED_SHARE = 0.1
 """Of its time in eager, what an element-wise call costs when inductor fuses it into its user."""
@@ -90,6 +93,8 @@ def recompute_price(recompute: Recompute, seconds: Callable[[Node], float]) -> C
             return 0
         if recompute == "none" or is_random(node):
             return None
+        if recompute == "regather":
+            return 0 if is_gathered(node) else None
         if recompute == "min_memory":
             return None if is_heavy(node) else 0
         if recompute == "full":
@@ -97,6 +102,18 @@ def recompute_price(recompute: Recompute, seconds: Callable[[Node], float]) -> C
         return int(float(recompute) * seconds(node))
 
     return price
+
+
+def is_gathered(node: Node) -> bool:
+    """Return whether a value is nothing but gathered from a group: an all-gather, its wait, pieces rejoined.
+
+    ``all_gather_tensor`` along a dimension other than the first joins pieces of the result (``cat``).
+    """
+    if facts(node.target).all_gather:
+        return True
+    joins = facts(node.target).wait or node.target is torch.ops.aten.cat.default or viewed_arguments(node)
+    sources = node.all_input_nodes
+    return bool(joins and sources) and all(is_gathered(source) for source in sources)
 
 
 def recompute_seconds(node: Node, backend: str, device: Device) -> float:

@@ -31,8 +31,10 @@ from zbcompile.passes.split.assemble import assemble, weigh
 from zbcompile.passes.split.levels import worthwhile
 from zbcompile.passes.split.phase_cuts import kept_for_backward, kept_for_weight
 from zbcompile.passes.split.recompute import (
+    POLICIES,
     Recompute,
     check_recompute,
+    is_gathered,
     level_text,
     recompute_price,
     recompute_seconds,
@@ -159,7 +161,10 @@ class TracedStages:
         for stage in self._stages:
             key = id(stage.joint)
             if key not in self._levels:
-                self._levels[key] = worthwhile(partial(self._weigh, self._values[key]))
+                values = self._values[key]
+                gathers = any(is_gathered(node) for node in values.nodes)
+                named = [level for level in POLICIES if gathers or level != "regather"]
+                self._levels[key] = worthwhile(partial(self._weigh, values), named)
         return tuple(self._levels[id(stage.joint)] for stage in self._stages)
 
     def _at(self, stage: JointStage, level: Recompute) -> StageGraphs:

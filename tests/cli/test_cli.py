@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -457,6 +458,21 @@ def test_compare_rehearses_choices_of_splits_and_refuses_what_it_cannot(capsys, 
     path.write_text(profile_json.dumps(ProfileFile(Profile((stage,)), num_microbatches=2)))
     code, out, err = run(capsys, "compare", path, *words, "--rehearse")
     assert (code, out, "nothing to rehearse" in err) == (2, "", True)
+
+
+def test_cuts_between_layers_become_megatrons_layout(capsys, tmp_path: Path) -> None:
+    names = ("embed", "layers.0", "layers.1", "layers.2", "layers.3", "norm, head")
+    pieces = tuple(replace(StageCost.simple(3, 3, 2), name=name) for name in names)
+    path, out = tmp_path / "pieces.json", tmp_path / "plan.json"
+    path.write_text(profile_json.dumps(ProfileFile(Profile(pieces), num_microbatches=4)))
+    assert run(capsys, "plan", path, "--stages", "2", "--time-limit", ".5", "-o", out)[0] == 0
+    code, text, err = run(capsys, "convert", out, "--to", "megatron-layout")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"Et+\|t+L\n", text)
+    assert text.count("t") == 4
+    assert run(capsys, "plan", path, "--time-limit", ".5", "-o", out)[0] == 0
+    code, text, err = run(capsys, "convert", out, "--to", "megatron-layout")
+    assert (code, text, "which layers its stages hold" in err) == (2, "", True)
 
 
 def test_schemas_are_printed(capsys) -> None:

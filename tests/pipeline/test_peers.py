@@ -86,6 +86,25 @@ def test_a_fused_backward_waits_behind_the_weights_products() -> None:
             assert torch.equal(grad, record["", "grad"][name]), name
 
 
+def test_what_was_gathered_is_kept_or_gathered_again() -> None:
+    """A level of recompute of its own: fewer bytes, and the same bits.
+
+    W gathers both factors of a product again, BW only the activation: its gradient is at hand.
+    """
+    for record in spawn(peer_workers.gathered_again, 2, timeout_s=100):
+        kept, again = record["none", "gathers"], record["regather", "gathers"]
+        assert kept == {"forward": 1, "backward_input": 2, "backward_weight": 0, "full_backward": 2}
+        assert again == {"forward": 1, "backward_input": 2, "backward_weight": 2, "full_backward": 3}
+        for before, after in zip(record["none", "bytes"], record["regather", "bytes"], strict=True):
+            assert after < before
+        for stage, names in enumerate(record["offered"]):
+            assert f"stage {stage}, recompute=regather" in names
+        assert record["regather", "levels"] == ("regather", "regather")
+        for level in ("regather", "auto"):
+            for name, grad in record[level, "grad"].items():
+                assert torch.equal(grad, record["none", "grad"][name]), (level, name)
+
+
 def _most_products_on_the_way(calls: list[str]) -> int:
     """Return the most products between a collective and the next wait."""
     most, now, started = 0, 0, False

@@ -20,6 +20,7 @@ from torch.distributed._functional_collectives import all_reduce, reduce_scatter
 import zbcompile
 from zbcompile.errors import ZBCompileError
 from zbcompile.schedule.devices import device_named
+from zbcompile.schedule.simulate import simulate
 
 WIDTH, SHARDS = 8, 2
 NUM_MICROBATCHES = 4
@@ -148,6 +149,48 @@ def two_by_two(rank: int) -> dict[str, Any]:
     found["own ranks"] = tried(
         lambda: zbcompile.compile(crossed, 2, verify=False, **together, **form, **example)
     )
+    return found
+
+
+def gathered_again(rank: int) -> dict[Any, Any]:
+    """Return per level the collectives and the bytes of the second of two stages, and the gradients."""
+    dist.barrier()
+    pair, alone = dist.new_group([0, 1]), [dist.new_group([0]), dist.new_group([1])]
+    x, y = batch()
+    found: dict[Any, Any] = {}
+    levels: tuple[str | float, ...] = ("none", "regather", "auto")
+    for level in levels:
+        pipeline = zbcompile.compile(
+            model("sequence", pair, rank),
+            2,
+            group=alone[rank],
+            plan_group=pair,
+            example_args=(x,),
+            example_target=y,
+            loss_fn=nn.functional.mse_loss,
+            num_microbatches=NUM_MICROBATCHES,
+            recompute=level,
+            profile=device_named("CPU"),
+            memory_limit=found["cap"] if level == "auto" else None,
+            time_limit=0.5,
+        )
+        assert pipeline._compiled is not None
+        staged = pipeline._compiled.staged
+        stage = staged.stages[1]
+        if level == "none":
+            found["cap"] = simulate(pipeline.schedule, pipeline.solution.problem).peak_bytes[0] - 1
+        found[level, "gathers"] = {
+            name: sum("all_gather" in str(node.target) for node in getattr(stage.graphs, name).graph.nodes)
+            for name in ("forward", "backward_input", "backward_weight", "full_backward")
+        }
+        found[level, "bytes"] = stage.saved_bytes, stage.saved_for_weight_bytes
+        found[level, "levels"] = staged.levels
+        offered = pipeline.solution.offered
+        if level == "auto" and offered is not None:
+            found["offered"] = [{way.name for way in cost.variants} for cost in offered.stages]
+        pipeline.step(x, target=y)
+        found[level, "grad"] = {name: p.grad for name, p in pipeline.named_parameters()}
+        pipeline.close()
     return found
 
 

@@ -6,8 +6,9 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from zbcompile.cli.inputs import load_problem
-from zbcompile.cli.shared_options import EACH, add_problem_options, add_search_options
+from zbcompile.cli.hf_config import add_config_options
+from zbcompile.cli.inputs import load_on_ranks, load_problem, parse_speeds
+from zbcompile.cli.shared_options import EACH, add_problem_options, add_rank_speeds, add_search_options
 from zbcompile.cli.short_form import add_cost_options
 from zbcompile.errors import UsageError
 from zbcompile.formats.fields import format_json
@@ -33,6 +34,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_problem_options(parser, each_transport=True)
     add_cost_options(parser)
+    add_config_options(parser)
+    add_rank_speeds(parser)
     add_search_options(parser, 2.0, "seconds for every row (2)")
     parser.add_argument(
         "--rehearse",
@@ -56,7 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
         return _choices(arguments)
     if arguments.rehearse:
         raise UsageError("--rehearse runs choices of splits", fix=f"add --transport {EACH}")
-    rows = compare(load_problem(arguments), seconds_per_row=arguments.time_limit, seed=arguments.seed)
+    problem = load_problem(arguments)
+    speeds = parse_speeds(arguments.rank_speeds, problem.num_ranks)
+    rows = compare(problem, seconds_per_row=arguments.time_limit, seed=arguments.seed, speeds=speeds)
     if arguments.json:
         write_output(format_json(comparison_json(rows)))
         return 0
@@ -70,7 +75,7 @@ def _choices(arguments: argparse.Namespace) -> int:
     from zbcompile.show.split_choices import split_choices_json, split_choices_table
 
     arguments.transport = None
-    problem = load_problem(arguments)
+    problem = load_on_ranks(arguments)
     if arguments.rehearse:
         _check_rehearsable(problem)
     tables = split_choices(problem, seconds_per_row=arguments.time_limit, seed=arguments.seed)

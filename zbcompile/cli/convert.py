@@ -10,7 +10,7 @@ from zbcompile.cli.inputs import load_scheduled, where_of
 from zbcompile.cli.shared_options import add_output, add_schedule_input
 from zbcompile.compiler.lower import lower_order
 from zbcompile.errors import CheckError, UsageError
-from zbcompile.formats import chrome_trace, measured_json, schedule_json, torch_csv
+from zbcompile.formats import chrome_trace, measured_json, megatron_layout, schedule_json, torch_csv
 from zbcompile.formats.fields import parse_json
 from zbcompile.formats.files import read_text
 from zbcompile.formats.schedule_json import ScheduleFile
@@ -31,13 +31,15 @@ class Form(enum.Enum):
     CSV_COMPUTE = "csv-compute"
     TEXT = "text"
     CHROME = "chrome"
+    MEGATRON_LAYOUT = "megatron-layout"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.epilog = (
         "schedule: JSON. csv: torch's compute_comms. csv-compute: torch's compute_only. text: the IR's text. "
-        "chrome: a trace for Perfetto (also from a measured timeline)."
+        "chrome: a trace for Perfetto (also from a measured timeline). megatron-layout: the string for "
+        "--pipeline-model-parallel-layout, of a plan whose stages were cut out of pieces (plan --stages)."
     )
     add_schedule_input(parser)
     parser.add_argument("--to", required=True, choices=tuple(form.value for form in Form), help="the form")
@@ -102,11 +104,22 @@ def _is_measured(text: str, where: str) -> bool:
     return isinstance(document, dict) and document.get("format") == measured_json.FILE.name
 
 
+def _layout(file: ScheduleFile) -> str:
+    if file.cuts is None:
+        raise UsageError(
+            "the plan does not say which layers its stages hold",
+            fix="plan cuts: `zbcompile profile --pieces N`, then `zbcompile plan --stages N`",
+        )
+    return megatron_layout.of_cuts(file.cuts, file.schedule.placement) + "\n"
+
+
 def _written(file: ScheduleFile, form: Form) -> str:
     if form is Form.SCHEDULE:
         return schedule_json.dumps(file)
     if form is Form.TEXT:
         return str(file.schedule)
+    if form is Form.MEGATRON_LAYOUT:
+        return _layout(file)
     if form is Form.CHROME:
         return chrome_trace.dumps(simulate(file.schedule, file.problem or unit_problem(file.schedule)))
     return torch_csv.dumps(file.schedule, communication=form is Form.CSV)

@@ -24,6 +24,8 @@ def load_cut_problems(arguments: argparse.Namespace) -> list[CutProblem]:
     UsageError
         The file is broken, or the options do not fit it.
     """
+    if arguments.recompute is not None:
+        raise UsageError("--recompute is not chosen with the cuts", fix="leave it or --stages out")
     file = costs_of(arguments)
     if arguments.microbatch_costs is not None or file.microbatch_costs:
         raise UsageError(

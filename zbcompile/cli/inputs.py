@@ -8,7 +8,8 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from zbcompile.cli.short_form import check_relative_caps, short_profile, states_costs
+from zbcompile.cli.hf_config import config_profile, refuse_without_config
+from zbcompile.cli.short_form import check_relative_caps, given_costs, short_profile
 from zbcompile.errors import UsageError
 from zbcompile.formats import problem_json, profile_json
 from zbcompile.formats.amounts import TIME
@@ -22,7 +23,7 @@ from zbcompile.schedule.limits import MAX_AMOUNT, check_plannable
 from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.replay import JITTERS, Jitter
-from zbcompile.schedule.speeds import speeds_of
+from zbcompile.schedule.speeds import on_ranks, speeds_of
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -31,6 +32,7 @@ __all__ = [
     "check_directory",
     "costs_of",
     "costs_where",
+    "load_on_ranks",
     "load_problem",
     "load_profile",
     "load_scheduled",
@@ -250,14 +252,28 @@ def load_profile(path: str) -> ProfileFile:
 
 
 def costs_of(arguments: argparse.Namespace) -> ProfileFile:
-    """Return the costs that a command was given: a profile file, or options that state them.
+    """Return the costs that a command was given: a profile file, options, or a configuration to count.
 
     Raises
     ------
     UsageError
-        The file is broken, the options do not go together, or there are both or neither.
+        The file is broken, the options do not go together, or there is more than one of these, or none.
     """
-    return short_profile(arguments) if states_costs(arguments) else load_profile(arguments.profile)
+    refuse_without_config(arguments)
+    short = given_costs(arguments)
+    given = [arguments.profile] * (arguments.profile is not None) + short[:1]
+    given += ["--hf-config"] * (arguments.hf_config is not None)
+    if len(given) > 1:
+        raise UsageError(f"{given[1]} and {given[0][:60]} both state costs", fix="leave one of them out")
+    if not given:
+        raise UsageError(
+            "there are no costs to plan for",
+            needed="a profile; or --ranks, --f, --b and --w; or --hf-config and --device",
+            fix="write for instance --ranks 8 --f 18.5ms --b 18.1ms --w 9.3ms",
+        )
+    if arguments.hf_config is not None:
+        return config_profile(arguments)
+    return short_profile(arguments) if short else load_profile(arguments.profile)
 
 
 def costs_where(arguments: argparse.Namespace) -> str:
@@ -282,7 +298,7 @@ def load_problem(arguments: argparse.Namespace, file: ProfileFile | None = None)
     placement = _asked_placement(arguments, file)
     changed = placement is not None and file.placement not in (None, placement)
     capped = arguments.cap is not None
-    if arguments.profile is None:
+    if given_costs(arguments):
         check_relative_caps(arguments)
     problem = (replace(file, caps=()) if capped or (changed and len(file.caps) > 1) else file).problem(
         placement=placement,
@@ -293,8 +309,26 @@ def load_problem(arguments: argparse.Namespace, file: ProfileFile | None = None)
         kept_gradients=arguments.kept_gradients,
         microbatch_costs=parse_microbatch_costs(arguments.microbatch_costs),
     )
+    problem = _with_recompute(problem, getattr(arguments, "recompute", None), costs_where(arguments))
     check_plannable(problem, costs_where(arguments))
     return problem.with_(caps=parse_caps(arguments.cap, problem)) if capped else problem
+
+
+def load_on_ranks(arguments: argparse.Namespace, file: ProfileFile | None = None) -> Problem:
+    """Return the same with the times that stages take on ranks of ``--rank-speeds``; raises as it."""
+    problem = load_problem(arguments, file)
+    speeds = parse_speeds(arguments.rank_speeds, problem.num_ranks)
+    return problem.with_(profile=on_ranks(problem.profile, problem.placement, speeds))
+
+
+def _with_recompute(problem: Problem, choice: str | None, where: str) -> Problem:
+    """Return the problem with or without the variants of its stages, as ``--recompute`` says."""
+    offers = problem.profile.offers_variants
+    if choice == "auto" and not offers:
+        raise UsageError("--recompute auto has nothing to choose from: no stage offers variants", where=where)
+    if choice == "none" and offers:
+        return problem.with_(profile=problem.profile.choose((0,) * problem.num_stages))
+    return problem
 
 
 def _asked_placement(arguments: argparse.Namespace, file: ProfileFile) -> Placement | None:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zbcompile.cli.cut_inputs import load_cut_problems
+from zbcompile.cli.hf_config import add_config_options
 from zbcompile.cli.inputs import load_problem, parse_jitter, parse_speeds
 from zbcompile.cli.shared_options import (
     add_jitter,
     add_output,
     add_problem_options,
+    add_rank_speeds,
+    add_recompute,
     add_search_options,
     positive,
     words,
@@ -26,6 +30,7 @@ from zbcompile.formats import schedule_json
 from zbcompile.formats.streams import rewrite_line, say
 from zbcompile.schedule.solution import Solution
 from zbcompile.schedule.speeds import on_ranks
+from zbcompile.show.baseline import Baseline
 from zbcompile.show.head import split_words
 from zbcompile.show.summary import cuts_line, gradients_line, origin_words, proof_line, summarize
 from zbcompile.show.units import time_unit
@@ -43,18 +48,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Options win over what the profile file says."
     add_problem_options(parser)
     add_cost_options(parser)
+    add_config_options(parser)
     parser.add_argument(
         "--stages",
         type=positive,
         metavar="N",
         help="join the profile's stages, as pieces, into N: the cuts are chosen with the order",
     )
-    parser.add_argument(
-        "--rank-speeds",
-        type=words,
-        metavar="S,S,...",
-        help="speed of every rank, 1 for that of the profile: 1,1,0.5,1",
-    )
+    add_rank_speeds(parser)
+    add_recompute(parser)
     add_search_options(parser, 10.0, "seconds (10)")
     parser.add_argument("--fuse", choices=("auto", "never", "always"), default="auto", help="fused BW (auto)")
     parser.add_argument(
@@ -120,20 +122,26 @@ def run(arguments: argparse.Namespace) -> int:
         raise
     arguments.output.write(schedule_json.dumps(plan.solution))
     if not arguments.quiet:
-        _say_summary(plan, jitter, arguments.seed)
+        _say_summary(plan, jitter, arguments)
     return 130 if reporter.interrupted else 0
 
 
-def _say_summary(plan: LoweredPlan, jitter: Jitter | None, seed: int) -> None:
+def _say_summary(plan: LoweredPlan, jitter: Jitter | None, arguments: argparse.Namespace) -> None:
     """Say what the plan gains, what is proved, and what is left of the gain under jitter."""
-    from zbcompile.planner.rivals import rivals
+    from zbcompile.planner.rivals import Rival, rivals
     from zbcompile.show.gain import gain_line
     from zbcompile.show.jitter import jitter_lines, jittered
 
     solution = plan.solution
     summary = summarize(schedule_json.ScheduleFile.of(solution), plan.timeline)
+    others = rivals(solution.problem)
+    if len(set(parse_speeds(arguments.rank_speeds, solution.problem.num_ranks))) > 1:
+        why = "stages would be on ranks of another speed"
+        others = [Rival(rival.name, rival.halves, rival.problem, why=why) for rival in others]
+        if solution.problem.num_stages != solution.problem.num_ranks:
+            summary = replace(summary, baseline=Baseline(None, why))
     lines = [
-        gain_line(summary, rivals(solution.problem)),
+        gain_line(summary, others),
         proof_line(summary),
         cuts_line(summary),
         origin_words(summary),
@@ -141,7 +149,9 @@ def _say_summary(plan: LoweredPlan, jitter: Jitter | None, seed: int) -> None:
         gradients_line(summary),
     ]
     if jitter is not None:
-        lines += jitter_lines(jittered(solution.schedule, solution.problem, summary.baseline, jitter, seed))
+        lines += jitter_lines(
+            jittered(solution.schedule, solution.problem, summary.baseline, jitter, arguments.seed)
+        )
     for line in filter(None, lines):
         say(line)
 

@@ -6,13 +6,18 @@ torch is imported when the command runs.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from zbcompile.cli.inputs import check_directory
 from zbcompile.cli.shared_options import add_output, positive, words
 from zbcompile.formats import profile_json
+from zbcompile.formats.fields import MAX_TEXT
+from zbcompile.formats.megatron_layout import holdings
 from zbcompile.formats.profile_json import ProfileFile
 from zbcompile.formats.streams import say
+from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import device_named
 
 __all__ = ["add_options", "run"]
@@ -86,5 +91,16 @@ def run(arguments: argparse.Namespace) -> int:
         costs = measure(staged.stages, staged.captured.state, inputs, others=others)
     else:
         costs = counted_profile(staged.stages, device, others=others)
+    if arguments.pieces is not None:
+        costs = _named(costs, holdings([stage.parameters for stage in staged.stages]))
     arguments.output.write(profile_json.dumps(ProfileFile(costs, num_microbatches=arguments.microbatches)))
     return 0
+
+
+def _named(costs: Profile, names: Sequence[str]) -> Profile:
+    """Return the profile with pieces that say what they hold, where a file takes so long a name."""
+    pieces = (
+        replace(piece, name=name) if 0 < len(name) <= MAX_TEXT else piece
+        for piece, name in zip(costs.stages, names, strict=True)
+    )
+    return replace(costs, stages=tuple(pieces))

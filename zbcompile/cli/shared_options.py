@@ -27,6 +27,8 @@ __all__ = [
     "add_output",
     "add_profile",
     "add_problem_options",
+    "add_rank_speeds",
+    "add_recompute",
     "add_schedule_input",
     "add_search_options",
     "columns",
@@ -101,6 +103,27 @@ def add_search_options(parser: argparse.ArgumentParser, time_limit_s: float, tim
     """Add the time limit of a search and its seed."""
     parser.add_argument("--time-limit", type=seconds, default=time_limit_s, metavar="S", help=time_limit_help)
     parser.add_argument("--seed", type=seed, default=0, help="same seed, same bytes (0)")
+
+
+def add_rank_speeds(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Add ``--rank-speeds``, which `zbcompile.cli.inputs.parse_speeds` reads."""
+    parser.add_argument(
+        "--rank-speeds",
+        type=words,
+        metavar="S,S,...",
+        nargs="+" if several else None,
+        help="speed of every rank, 1 for that of the profile: 1,1,0.5,1",
+    )
+
+
+def add_recompute(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Add ``--recompute``: whether variants of stages may be chosen."""
+    parser.add_argument(
+        "--recompute",
+        choices=("none", "auto"),
+        nargs="+" if several else None,
+        help="none: stages as they are; auto: their variants are chosen from (auto, where there are any)",
+    )
 
 
 def add_jitter(parser: argparse.ArgumentParser) -> None:

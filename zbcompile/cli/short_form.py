@@ -22,7 +22,7 @@ from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import PLACEMENTS
 from zbcompile.schedule.limits import MAX_AMOUNT
 
-__all__ = ["COSTS", "add_cost_options", "check_relative_caps", "short_profile", "states_costs"]
+__all__ = ["COSTS", "add_cost_options", "check_relative_caps", "dealt", "given_costs", "short_profile"]
 
 COSTS = ("f", "b", "w", "bw", "comm", "activation", "weight_activation", "static")
 _NEEDED = ("f", "b", "w")
@@ -59,28 +59,10 @@ def add_cost_options(parser: argparse.ArgumentParser) -> None:
         group.add_argument(name, type=words, metavar=kind, help=text)
 
 
-def states_costs(arguments: argparse.Namespace) -> bool:
-    """Return whether costs are given on the command line.
-
-    Raises
-    ------
-    UsageError
-        A profile is given as well, or neither.
-    """
+def given_costs(arguments: argparse.Namespace) -> list[str]:
+    """Return the options that state costs."""
     given = [name for name in COSTS if getattr(arguments, name) is not None]
-    if given and arguments.profile is not None:
-        raise UsageError(
-            f"--{given[0].replace('_', '-')} and a profile both state costs",
-            where=arguments.profile[:60],
-            fix="leave one of them out",
-        )
-    if not given and arguments.profile is None:
-        raise UsageError(
-            "there are no costs to plan for",
-            needed="a profile, or --ranks, --f, --b and --w",
-            fix="write for instance --ranks 8 --f 18.5ms --b 18.1ms --w 9.3ms",
-        )
-    return bool(given)
+    return [f"--{name.replace('_', '-')}" for name in given]
 
 
 def short_profile(arguments: argparse.Namespace) -> ProfileFile:
@@ -94,13 +76,13 @@ def short_profile(arguments: argparse.Namespace) -> ProfileFile:
     for name in _NEEDED:
         if getattr(arguments, name) is None:
             raise UsageError(f"--{name} is missing", needed="the times of F, B and W: --f, --b, --w")
-    dealt = _dealt(arguments)
-    count = len(dealt)
-    times = {name: _each(arguments, name, dealt, TIME.read) for name in ("f", "b", "w")}
-    fused = _each(arguments, "bw", dealt, TIME.read)
-    saved = _each(arguments, "activation", dealt, _size, "1") or ()
-    waiting = _waiting(arguments, dealt, saved)
-    static = _each(arguments, "static", dealt, _size, "0B") or ()
+    shares = _shares(arguments)
+    count = len(shares)
+    times = {name: _each(arguments, name, shares, TIME.read) for name in ("f", "b", "w")}
+    fused = _each(arguments, "bw", shares, TIME.read)
+    saved = _each(arguments, "activation", shares, _size, "1") or ()
+    waiting = _waiting(arguments, shares, saved)
+    static = _each(arguments, "static", shares, _size, "0B") or ()
     stages = tuple(
         StageCost(f, b, w, b + w if fused is None else fused[s], m_b, m_w, held)
         for s, (f, b, w, m_b, m_w, held) in enumerate(
@@ -151,7 +133,7 @@ def _relative(arguments: argparse.Namespace) -> bool:
     return relative
 
 
-def _dealt(arguments: argparse.Namespace) -> list[tuple[int, int]]:
+def _shares(arguments: argparse.Namespace) -> list[tuple[int, int]]:
     """Return per stage how many stages its rank has, and how many of them come before it.
 
     Where a list gives each stage its own costs nothing is shared: (1, 0).
@@ -174,25 +156,44 @@ def _dealt(arguments: argparse.Namespace) -> list[tuple[int, int]]:
             "--stages joins pieces, and one value for all says nothing of pieces",
             fix="write --placement v:2 for two stages per rank, or a list with the costs of every piece",
         )
-    text = arguments.placement or "linear"
-    if text[:1].isdigit():
-        ranks = text.split(",")[:MAX_STAGES]
-        return [(ranks.count(rank), ranks[:s].count(rank)) for s, rank in enumerate(ranks)]
-    if arguments.ranks is None:
+    if arguments.ranks is None and not (arguments.placement or "")[:1].isdigit():
         raise UsageError("--ranks is missing", needed="how many ranks there are, or a list of costs")
+    return dealt(arguments.ranks, arguments.placement)
+
+
+def dealt(ranks: int | None, placement: str | None) -> list[tuple[int, int]]:
+    """Return per stage how many stages its rank has, and how many of them come before it.
+
+    Parameters
+    ----------
+    ranks
+        How many there are; not looked at where the placement lists them.
+    placement
+        As it was written, linear if left out. The number of stages follows from it.
+
+    Raises
+    ------
+    UsageError
+        There are too many stages.
+    """
+    text = placement or "linear"
+    if text[:1].isdigit():
+        given = text.split(",")[:MAX_STAGES]
+        return [(given.count(rank), given[:s].count(rank)) for s, rank in enumerate(given)]
     name, _, tail = text.partition(":")
     each = int(tail) if tail.isascii() and tail.isdigit() and len(tail) < 5 else 1 + (not tail)
     each = each if name in PLACEMENTS and name != "linear" else 1
-    count = arguments.ranks * each
+    every = ranks or 1
+    count = every * each
     if not 0 < count <= MAX_STAGES:
         raise UsageError("too many stages", needed=f"1 to {MAX_STAGES}", given=count)
-    return [(each, s // arguments.ranks) for s in range(count)]
+    return [(each, s // every) for s in range(count)]
 
 
 def _each(
     arguments: argparse.Namespace,
     name: str,
-    dealt: Sequence[tuple[int, int]],
+    shares: Sequence[tuple[int, int]],
     read: Callable[[str], int],
     default: str | None = None,
 ) -> list[int] | None:
@@ -201,20 +202,20 @@ def _each(
     if text is None:
         return None
     found = [_read(name, word, read) for word in text.split(",")]
-    return [(found[0] + before) // all_ for all_, before in dealt] if len(found) == 1 else found
+    return [(found[0] + before) // all_ for all_, before in shares] if len(found) == 1 else found
 
 
 def _waiting(
-    arguments: argparse.Namespace, dealt: Sequence[tuple[int, int]], saved: Sequence[int]
+    arguments: argparse.Namespace, shares: Sequence[tuple[int, int]], saved: Sequence[int]
 ) -> Sequence[int]:
     """Return what each stage holds from B to W; bare numbers are shares of what it holds before."""
     text = arguments.weight_activation or "1"
     if any(map(has_unit, text.split(","))):
-        return _each(arguments, "weight_activation", dealt, SIZE.read) or ()
-    shares = text.split(",") * (len(saved) if "," not in text else 1)
+        return _each(arguments, "weight_activation", shares, SIZE.read) or ()
+    parts = text.split(",") * (len(saved) if "," not in text else 1)
     return [
         _read("weight_activation", word, partial(_times, size=held))
-        for word, held in zip(shares, saved, strict=True)
+        for word, held in zip(parts, saved, strict=True)
     ]
 
 

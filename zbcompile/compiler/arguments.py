@@ -18,6 +18,7 @@ from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
 from zbcompile.schedule.ir import Placement, Schedule
 from zbcompile.schedule.microbatches import MicrobatchCost
+from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "microbatch_costs_of",
     "placement_of",
     "plan_of_checkpoint",
+    "problem_of",
     "profile_of",
     "schedule_of",
 ]
@@ -85,11 +87,7 @@ def microbatch_costs_of(
     """
     if costs is not None:
         return tuple(_cost_of(cost) for cost in costs)
-    if saved is None and isinstance(schedule, Solution):
-        saved = schedule
-    problem = None if saved is None else saved.problem
-    if problem is None and isinstance(schedule, str | os.PathLike):
-        problem = load_schedule(read_text(schedule), str(schedule))[0].problem
+    problem = problem_of(schedule, saved)
     if problem is not None or schedule is not None:
         return () if problem is None else problem.microbatch_costs
     if isinstance(profile, str | os.PathLike):
@@ -120,6 +118,25 @@ def plan_of_checkpoint(schedule: object) -> Solution | None:
         return None
     path = os.path.join(folder, PLAN_FILE)
     return load_schedule(read_text(path), path)[0].solution()
+
+
+def problem_of(schedule: object, saved: Solution | None) -> Problem | None:
+    """Return the problem that a given order was planned for; None where it does not say, or none was given.
+
+    Parameters
+    ----------
+    schedule
+        What was given as the order.
+    saved
+        The plan of a checkpoint, where that was given.
+    """
+    if saved is None and isinstance(schedule, Solution):
+        saved = schedule
+    if saved is not None:
+        return saved.problem
+    if isinstance(schedule, str | os.PathLike):
+        return load_schedule(read_text(schedule), str(schedule))[0].problem
+    return None
 
 
 def schedule_of(

@@ -205,7 +205,7 @@ def _starts(row: _Row) -> Iterator[_Start]:
     The rank was free for one when the action before had ended and the sends in between were posted (a send
     waits for a slot).
     """
-    sends = sorted(start for a, start, _ in row if not a.kind.is_compute)
+    sends = sorted(start for a, start, _ in row if a.kind.is_message)
     free: int | None = None
     for action, start, end in sorted((e for e in row if e[0].kind.is_compute), key=lambda e: e[1]):
         pause = None

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zbcompile.errors import InfeasibleError, UsageError
+from zbcompile.errors import CheckError, InfeasibleError, UsageError
 from zbcompile.planner.core.instance import to_schedule
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts.classic import orders_for
@@ -13,6 +13,7 @@ from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.limits import MOST_COMPARED_STAGES, check_plannable, check_seed
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
+from zbcompile.schedule.speeds import on_ranks
 
 __all__ = ["WITHOUT_ZERO_BUBBLE", "Comparison", "compare", "verdict"]
 
@@ -83,7 +84,9 @@ def placements(problem: Problem) -> list[Placement]:
     return [placement for k, placement in enumerate(found) if placement not in found[:k]]
 
 
-def compare(problem: Problem, *, seconds_per_row: float = 2.0, seed: int = 0) -> list[Comparison]:
+def compare(
+    problem: Problem, *, seconds_per_row: float = 2.0, seed: int = 0, speeds: Sequence[int] = ()
+) -> list[Comparison]:
     """Return all published orders that apply, and ours: first our row under the problem's caps, then theirs.
 
     Stages run as they are, without variants, on both sides.
@@ -96,6 +99,8 @@ def compare(problem: Problem, *, seconds_per_row: float = 2.0, seed: int = 0) ->
         Time limit for our order at the memory of each row; our own row gets three times as much.
     seed
         Decides all random choices.
+    speeds
+        Of the ranks, in millionths of that of the profile's times; empty: all as profiled.
 
     Raises
     ------
@@ -116,6 +121,12 @@ def compare(problem: Problem, *, seconds_per_row: float = 2.0, seed: int = 0) ->
     check_plannable(problem)
     check_seed(seed)
     problem = problem.with_(profile=problem.profile.choose((0,) * problem.num_stages))
+    as_profiled = problem.profile
+
+    def placed(placement: Placement) -> Problem:
+        return problem.with_(placement=placement, profile=on_ranks(as_profiled, placement, speeds))
+
+    problem = placed(problem.placement)
     own = plan(problem, time_limit_s=3 * seconds_per_row, seed=seed)
     timeline = simulate(own.schedule, problem)
     rows = [
@@ -135,15 +146,18 @@ def compare(problem: Problem, *, seconds_per_row: float = 2.0, seed: int = 0) ->
         )
     ]
     for placement in placements(problem):
-        rows.extend(_published(problem.with_(placement=placement), seconds_per_row, seed))
+        rows.extend(_published(placed(placement), seconds_per_row, seed))
     return rows
 
 
 def _published(problem: Problem, seconds: float, seed: int) -> Iterator[Comparison]:
-    """Yield the published orders for the placement of a problem."""
+    """Yield the published orders for the placement of a problem, without those that deadlock."""
     for name, codes in orders_for(problem):
         schedule = to_schedule(codes, problem)
-        timeline = simulate(schedule, problem)
+        try:
+            timeline = simulate(schedule, problem)
+        except CheckError:  # orders for several stages per rank under batched sends
+            continue
         peaks = timeline.peak_bytes
         same = problem.with_(caps=peaks)
         try:

@@ -28,7 +28,7 @@ class Stage(nn.Module):
         weight_grads = stage.run_backward_weight(saved)                 # W: name -> gradient
 
     None of them records autograd's graph or touches ``param.grad``. Random numbers come from torch's own
-    generators (a step draws from a stream per stage and microbatch, docs/runtime.md).
+    generators (a step draws from a stream per stage and microbatch, docs/reference/runtime.md).
 
     Parameters
     ----------

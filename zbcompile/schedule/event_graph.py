@@ -154,6 +154,7 @@ class EventGraph:
         self._sorted: list[int] = []
         self._start: list[int] = []
         self._explicit = schedule.has_communication
+        self._has_stage_actions = any(kind.is_of_stage for kind, _, _ in self.positions.rows)
         if self._explicit:
             self._add_transfers()
             if one_communicator:
@@ -257,7 +258,7 @@ class EventGraph:
 
     def _add_stage_actions(self) -> None:
         """Add the time that each action of a stage as a whole takes on its rank's channel."""
-        if not any(kind.is_of_stage for kind, _, _ in self.positions.rows):
+        if not self._has_stage_actions:
             return
         duration, successors = self.duration, self.successors
         for nodes, row in zip(self.node_of, self.schedule.order, strict=True):
@@ -437,7 +438,9 @@ class EventGraph:
         """Return the nodes that a rank ends no sooner than: its last compute action, and its channel's."""
         nodes = self.node_of[rank]
         compute = next((node for node in reversed(nodes) if self.transfer_of[node] < 0), None)
-        shared = [self.transfer_of[n] for n in nodes if self._is_of_stage(n)]
+        shared = []
+        if self._has_stage_actions:
+            shared = [self.transfer_of[n] for n in nodes if self._is_of_stage(n)]
         return shared if compute is None else [compute, *shared]
 
     def _is_of_stage(self, node: int) -> bool:

@@ -19,7 +19,8 @@ The clock, stated once (`zbcompile.schedule.event_graph` does it for any order,
 3. REDUCE_GRAD of a stage takes `StageCost.reduce_ns`. RESHARD takes no time and needs no channel.
 4. When a rank's last W and its last reduction have ended, the optimizer's step holds the rank for the sum of
    its stages' `StageCost.update_ns`. There is no message in it: every rank updates by itself.
-5. A rank ends with its update. Its span begins with its first F or, if that is sooner, with its first
+5. None of it holds bytes of its own: `StageCost.static_bytes` has to count gathered parameters.
+6. A rank ends with its update. Its span begins with its first F or, if that is sooner, with its first
    UNSHARD, each as late as the ends of all ranks allow.
 """
 

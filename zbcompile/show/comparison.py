@@ -62,7 +62,8 @@ def worth(rows: Sequence[Comparison]) -> str:
     ours = next(row for row in rows if row.is_ours)
     known = [row for row in rows if row.fits and not row.is_ours and row.name not in WITHOUT_ZERO_BUBBLE]
     best = min(known, key=lambda row: row.value_ns, default=None)
-    if "does not pay" in said or best is None or not best.value_ns:
+    plain = any(row.name in WITHOUT_ZERO_BUBBLE for row in rows)
+    if not plain or "does not pay" in said or best is None or not best.value_ns:
         return said
     saved = 1 - ours.value_ns / best.value_ns
     over = f"{percent(saved)} shorter than" if saved > 0 else "as long as"

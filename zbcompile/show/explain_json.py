@@ -75,6 +75,8 @@ def _rank(found: Explanation, facts: RankFacts) -> dict[str, object]:
         "work_ns": facts.work_ns,
         "held_ns": facts.held_ns,
         "idle_ns": facts.idle_ns,
+        "exposed_reduction_ns": facts.exposed_ns,
+        "update_ns": facts.update_ns,
         "peak_bytes": peak.held_bytes if found.has_costs else None,
         "peak_at_ns": peak.at_ns if found.has_costs else None,
         "cap_bytes": found.problem.caps[rank],

@@ -88,11 +88,24 @@ class _Words(WaitWords):
         who = f"rank {ranks[0]} decides" if len(ranks) == 1 else f"ranks {listed(ranks)} decide"
         yield Prose(f"{who} the step", style="bold")
         yield Prose(f"{objective} of rank {ranks[0]}: {self._shares(self.found.ranks[ranks[0]])}")
+        yield from self._tails()
         parts = [self._stretch(list(row)) for _, row in groupby(self.found.path, lambda s: s.rank)]
         if len(parts) > 2 * _MOST_NAMED:
             more = f"{len(parts) - 2 * _MOST_NAMED} more"
             parts = [*parts[:_MOST_NAMED], more, *parts[-_MOST_NAMED:]]
         yield Prose(f"critical path: {', '.join(parts)}")
+
+    def _tails(self) -> Iterator[RenderableType]:
+        """Name the ranks that end with a reduction."""
+        late = [facts for facts in self.found.ranks if facts.exposed_ns]
+        if not late:
+            return
+        worst = max(late, key=lambda facts: facts.exposed_ns)
+        who = listed([facts.rank for facts in late])
+        ends = f"rank {who} ends" if len(late) == 1 else f"ranks {who} end"
+        stage, waits = worst.last_reduced, self.long(worst.exposed_ns)
+        most = f"rank {worst.rank} waits {waits} for that of stage {stage} after its last W"
+        yield Prose(f"{ends} with the reduction of a stage's gradients; {most}")
 
     def _stretch(self, row: Sequence[Stretch]) -> str:
         """Write a part of the critical path on one rank, with the messages that it waits for in between."""
@@ -106,6 +119,10 @@ class _Words(WaitWords):
         text = f"{self.at(facts.span_ns)} = {self.at(facts.work_ns)} of work"
         if self.problem.sends.holds_rank:
             text += f" + {self.long(facts.held_ns)} held by sends"
+        if facts.exposed_ns:
+            text += f" + {self.long(facts.exposed_ns)} waiting for its reductions"
+        if facts.update_ns:
+            text += f" + {self.long(facts.update_ns)} of update"
         whole = facts.span_ns or 1
         return f"{text} + {self.long(facts.idle_ns)} idle ({percent(facts.idle_ns / whole)})"
 

@@ -13,8 +13,11 @@ from zbcompile.show.units import percent, time_unit
 
 __all__ = ["Jittered", "Replayed", "jitter_json", "jitter_lines", "jittered"]
 
-_MOST_DRAWS, _FEWEST_DRAWS, _WAITS = 400, 20, 1_500_000
+_MOST_DRAWS, _FEWEST_DRAWS, _WAITS = 400, 5, 1_500_000
 """Steps that are drawn: as many as keep the waits of an order, all steps together, at about so many."""
+
+_ENOUGH = 20
+"""Steps from which on a tenth of them is spoken of."""
 
 _LIKELY = (0.1, 0.9)
 
@@ -87,7 +90,7 @@ def jittered(schedule: Schedule, problem: Problem, baseline: Baseline, jitter: J
     """Replay an order and 1F1B with random latencies. The same seed gives the same figures.
 
     Where the order has sends and receives, 1F1B gets them by the same rules. Messages that both send have
-    the same latencies. Small steps are drawn 400 times, large ones less often.
+    the same latencies. Small steps are drawn 400 times, large ones less often, at least 5 times.
 
     Raises
     ------
@@ -120,7 +123,7 @@ def jitter_lines(found: Jittered) -> list[str]:
     for other in found.others:
         still, left, *likely = map(percent, found.plan.gain_over(other))
         there = f"{unit.text(other.planned_ns)} becomes {unit.text(other.mean_ns)}"
-        spread = f"{' to '.join(likely)} in 8 of 10 steps"
+        spread = f"{' to '.join(likely)}{' in 8 of 10 steps' * (count >= _ENOUGH)}"
         lines.append(f"gain over {other.name}: {still} becomes {left} ({spread}); {there}")
     if not found.others:
         lines.append(f"1F1B does not apply: {found.why}")

@@ -9,6 +9,7 @@ from rich.style import Style
 from rich.text import Text
 
 from zbcompile.schedule.ir import Action, Kind
+from zbcompile.show.once_lane import NAMES, style_of
 from zbcompile.show.palette import Glyphs, fill_of, heat, ink, letter_of, paint
 
 __all__ = ["Legend"]
@@ -42,6 +43,8 @@ class Legend:
         Whether there are caps, and whether a rank exceeds its own.
     follow
         The microbatch that is followed.
+    once
+        Letters of what ranks do once a step (`zbcompile.show.once_lane`).
     """
 
     kinds: frozenset[Kind]
@@ -54,6 +57,7 @@ class Legend:
     capped: bool
     over: bool
     follow: int | None
+    once: str = ""
 
     def items(self, glyphs: Glyphs, colour: bool) -> Iterator[Text]:
         """Yield the entries, each a sample and its meaning."""
@@ -74,6 +78,10 @@ class Legend:
             ):
                 sample = glyphs.wire + glyph if glyph == glyphs.forward else glyph + glyphs.wire
                 yield _item(Text(sample, ink(kind) if colour else Style.null()), f"{name} sent")
+        for letter, name in NAMES.items():
+            if letter in self.once:
+                drawn = Text(letter + glyphs.wire, style_of(letter) if colour else Style.null())
+                yield _item(drawn, f"{name}, once a step")
         if self.memory:
             levels = "".join(glyphs.levels[k] for k in (2, 5, 7))
             yield _item(

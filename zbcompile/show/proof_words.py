@@ -14,6 +14,7 @@ from zbcompile.errors import CheckError
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.planner.certify.derive import derivations
 from zbcompile.planner.certify.facts import Derivation, Facts
+from zbcompile.planner.certify.once_a_step import add_once_a_step
 from zbcompile.schedule.limits import MAX_AMOUNT
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.renumber import Numbering
@@ -86,7 +87,9 @@ def proof_words(file: ScheduleFile, timeline: Timeline) -> ProofWords | None:
         witness = numbering.of_witness(certificate.witness)
         if not numbering.is_same:
             out.note(numbering.words)
-        derive(Facts(numbering.of_problem(problem)), witness, out)
+        numbered = numbering.of_problem(problem)
+        derive(Facts(numbered), witness, out)
+        add_once_a_step(numbered, certificate.method, out)
         out.compare(witness)
         if out.total < certificate.bound_ns:
             raise CheckError(
@@ -106,7 +109,11 @@ def _reason(method: str, witness: Witness, problem: Problem, unit: TimeUnit) -> 
     telling = _REASONS.get(method)
     if telling is None:
         return f"the file names the method {method!r}, which says nothing here"
-    return telling(_Numbers(witness, problem, unit))
+    numbers = _Numbers(witness, problem, unit)
+    if not numbers.whole("once_a_step_ns"):
+        return telling(numbers)
+    beside = f"Beside F's, B's and W's, every order pays {numbers.time('once_a_step_ns')} once a step"
+    return f"{telling(numbers)} {beside}: a gather, a reduction and the update."
 
 
 class _Numbers:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from zbcompile.schedule.ir import Action, Kind
+from zbcompile.schedule.stage_actions import update_ns
 from zbcompile.schedule.waits import Waits
 
 __all__ = ["Peak", "RankFacts", "Splits", "facts_of"]
@@ -72,6 +73,10 @@ class RankFacts:
     ----------
     work_ns, held_ns, span_ns
         Its computing, the time for which sends hold it, and its span.
+    exposed_ns, update_ns
+        After its last W: how long it waits for its reductions, and its update.
+    last_reduced
+        The stage whose reduction ends last, where the rank waits for it; else None.
     """
 
     rank: int
@@ -80,11 +85,15 @@ class RankFacts:
     span_ns: int
     peak: Peak
     splits: Splits
+    exposed_ns: int = 0
+    update_ns: int = 0
+    last_reduced: int | None = None
 
     @property
     def idle_ns(self) -> int:
         """The rest of its span."""
-        return max(0, self.span_ns - self.work_ns - self.held_ns)
+        busy = self.work_ns + self.held_ns + self.exposed_ns + self.update_ns
+        return max(0, self.span_ns - busy)
 
 
 def facts_of(waits: Waits, rank: int) -> RankFacts:
@@ -93,7 +102,19 @@ def facts_of(waits: Waits, rank: int) -> RankFacts:
     span = timeline.rank_span[rank] if waits.problem.objective == "span" else timeline.makespan_ns
     held = sum(pause.held_ns for pause in waits.pauses(rank)) if waits.hold else 0
     work = timeline.busy_ns(rank)
-    return RankFacts(rank, work, min(held, span - work), span, _peak(waits, rank), _splits(waits, rank))
+    exposed = timeline.exposed_ns(rank)
+    reduced = [a.stage for a in timeline.schedule.order[rank] if a.kind is Kind.REDUCE_GRAD]
+    return RankFacts(
+        rank,
+        work,
+        min(held, span - work),
+        span,
+        _peak(waits, rank),
+        _splits(waits, rank),
+        exposed,
+        update_ns(waits.problem, rank),
+        reduced[-1] if exposed and reduced else None,
+    )
 
 
 def _peak(waits: Waits, rank: int) -> Peak:

@@ -24,6 +24,7 @@ from zbcompile.show.head import head_lines
 from zbcompile.show.lanes import Box, Transfer, bar_lane, is_coarse, memory_lane, message_lane, path_lane
 from zbcompile.show.legend import Legend
 from zbcompile.show.notes import Notes
+from zbcompile.show.once_lane import once_lane, once_times
 from zbcompile.show.palette import ASCII, UNICODE, Glyphs
 from zbcompile.show.scale import Scale
 from zbcompile.show.summary import Summary, kind_means
@@ -115,6 +116,7 @@ class _Drawing:
         self.timeline: Timeline = picture.summary.timeline
         self.glyphs, self.colour, self.width = glyphs, colour, width
         self.path = picture.path
+        self.once = [once_times(self.timeline, r) for r in range(self.timeline.schedule.num_ranks)]
         ranks = self.timeline.schedule.num_ranks
         self.left = len(f"rank {ranks - 1} ")
         self.notes = Notes.of(self.summary)
@@ -154,7 +156,7 @@ class _Drawing:
         view, measured = self.view, self.measured is not None
         messages = False if measured or not has_messages(self.timeline) else view.messages
         memory = False if measured or not self.summary.has_profile else view.memory
-        bars = 1 + measured
+        bars = 1 + measured + any(self.once)
         if view.lines is None:
             return fitting_lanes(ranks, None, messages, memory, bars), ranks
         self.lanes = Lanes(messages is not False, memory is not False, False, bars)
@@ -188,6 +190,8 @@ class _Drawing:
             boxes = measured_boxes(self.timeline, self.measured, rank, self.view.follow)
             note = self.notes.measured(self.measured, rank)
             yield self._lane("  real", self._bars(boxes), note, dim=True)
+        if any(self.once):
+            yield self._lane("  once", self._once(rank), dim=True)
         if self.lanes.messages:
             yield self._lane("  send", self._messages(self.transfers[rank]), dim=True)
         if self.lanes.memory:
@@ -214,6 +218,10 @@ class _Drawing:
     def _bars(self, boxes: Sequence[Box]) -> Text:
         windows = self.scale.windows
         return self._joined([bar_lane(boxes, w, self.glyphs, colour=self.colour) for w in windows])
+
+    def _once(self, rank: int) -> Text:
+        windows, times = self.scale.windows, self.once[rank]
+        return self._joined([once_lane(times, w, self.glyphs, colour=self.colour) for w in windows])
 
     def _messages(self, transfers: Sequence[Transfer]) -> Text:
         windows = self.scale.windows
@@ -299,6 +307,7 @@ class _Drawing:
             capped=bool(limits),
             over=any(cap is not None and peak > cap for peak, cap in zip(peaks, caps, strict=True)),
             follow=self.view.follow,
+            once="".join(dict.fromkeys(once.letter for row in self.once for once in row)),
         )
 
     def _measured_lines(self, measured: Measured) -> Iterator[Text]:

@@ -2,7 +2,7 @@
 
 Every bound is for orders without fused backwards under the costs of `Instance.relaxed`, which no order of
 the problem undercuts: so it holds for split and fused orders alike. Each has a file of its own with its
-proof.
+proof. They count F's, B's and W's; `zbcompile.planner.bounds.once_a_step` adds what a step costs beside them.
 
 All proofs use two facts. Microbatches are alike, so the k-th executed F, B or W of a stage may be called
 microbatch k. On a rank F(i) holds M_B until B(i) ends, and B(i) holds M_W until W(i) ends.
@@ -17,6 +17,7 @@ from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.bounds.enclosing_pair import best_enclosing_pair, enclosing_pair_bounds
 from zbcompile.planner.bounds.head_and_tail import makespan_bounds
 from zbcompile.planner.bounds.last_round_trip import last_round_trip_bounds
+from zbcompile.planner.bounds.once_a_step import with_once_a_step
 from zbcompile.planner.bounds.rank_idle import RankIdle, rank_idle
 from zbcompile.planner.bounds.unequal import unequal_bound
 from zbcompile.planner.bounds.warmup import warmup_bounds
@@ -39,7 +40,8 @@ def analytic_bounds(problem: Problem) -> list[Bound]:
     paths = Paths.of(instance)
     idles = [rank_idle(instance, paths, rank) for rank in range(instance.num_ranks)]
     pairs = enclosing_pair_bounds(instance, paths, idles)
-    return sorted(_collected(instance, paths, idles, pairs), key=lambda bound: -bound.value_ns)
+    found = with_once_a_step(instance, _collected(instance, paths, idles, pairs))
+    return sorted(found, key=lambda bound: -bound.value_ns)
 
 
 def best_bound(problem: Problem) -> Bound:
@@ -53,7 +55,8 @@ def best_bound(problem: Problem) -> Bound:
     paths = Paths.of(instance)
     idles = [rank_idle(instance, paths, rank) for rank in range(instance.num_ranks)]
     pair = best_enclosing_pair(instance, paths, idles)
-    found = _collected(instance, paths, idles, () if pair is None else (pair,))
+    pairs = () if pair is None else (pair,)
+    found = with_once_a_step(instance, _collected(instance, paths, idles, pairs))
     return max(found, key=lambda bound: bound.value_ns)
 
 

@@ -20,6 +20,7 @@ from zbcompile.planner.bounds.blocking_send import instant_links
 from zbcompile.planner.certify.cuts import check_cuts, cuts_bound
 from zbcompile.planner.certify.derive import derivations
 from zbcompile.planner.certify.facts import Derivation, Facts, Witness, alike, rank_of, refuse
+from zbcompile.planner.certify.once_a_step import add_once_a_step
 from zbcompile.planner.certify.unequal import derive_unequal
 from zbcompile.planner.core.instance import Instance, is_chain
 from zbcompile.planner.core.times import Clock
@@ -231,6 +232,7 @@ def _derive(
     if simple is not None:
         part = Derivation(out.lines)
         simple(Facts(problem), witness, part)
+        add_once_a_step(problem, method, part)
         part.compare(witness)
         return part.total
     if method == "blocking_send":
@@ -314,8 +316,9 @@ def _variants(
 def _ways(stage: StageCost) -> list[StageCost]:
     """Return a stage's ways to run, as it is first, without names."""
     ways = (stage, *stage.variants)
-    held = {"static_bytes": stage.static_bytes, "gradient_bytes": stage.gradient_bytes}
-    return [replace(way, name="", variants=(), **held) for way in ways]
+    shared = {"static_bytes": stage.static_bytes, "gradient_bytes": stage.gradient_bytes}
+    shared |= {name: getattr(stage, name) for name in ("unshard_ns", "reduce_ns", "update_ns")}
+    return [replace(way, name="", variants=(), **shared) for way in ways]
 
 
 def _numbers(way: StageCost) -> list[int]:
@@ -404,10 +407,13 @@ def _crossing(problem: Problem, witness: Witness, out: Derivation, solver: _Solv
     ):
         raise refuse("the witness's grid is no pair of positive whole numbers", given=grid)
     head = facts.head(rank) if problem.objective == "makespan" and rank is not None else 0
-    wanted = solver.target - head
+    beside = Derivation(out.lines)
+    once = add_once_a_step(problem, "crossing", beside)
+    wanted = solver.target - head - once
     if wanted * grid[1] > _MOST_UNITS * grid[0]:
         raise refuse("the witness's grid is too fine", f"at most {_MOST_UNITS} units", grid)
     known: dict[str, object] = {"solver": "CP-SAT", "rank": rank, "head_ns": head, "grid": grid}
+    known |= beside.numbers
     known["units"] = _units(witness.get("units"), wanted, Fraction(grid[0], grid[1]))
     Derivation(numbers=known).compare(witness)
     if solver.limit <= 0:
@@ -418,7 +424,9 @@ def _crossing(problem: Problem, witness: Witness, out: Derivation, solver: _Solv
     if found.value_ns < wanted:
         if found.closed:
             raise refuse(
-                "the crossing model has a shorter order than the bound", solver.target, found.value_ns + head
+                "the crossing model has a shorter order than the bound",
+                solver.target,
+                found.value_ns + head + once,
             )
         return _without_solver(problem, out, solver)
     if head:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbcompile.errors import UsageError
+from zbcompile.planner.core.step_costs import StepCosts
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.memory import Memory
 from zbcompile.schedule.problem import Problem
@@ -79,6 +80,8 @@ class Instance:
         What actions wait for.
     objective
         ``span`` or ``makespan``.
+    steps
+        What stages cost once a step.
     """
 
     num_microbatches: int
@@ -92,6 +95,7 @@ class Instance:
     headroom: tuple[int, ...]
     rules: Rules
     objective: str
+    steps: StepCosts
 
     @staticmethod
     def of(problem: Problem) -> Instance:
@@ -128,6 +132,7 @@ class Instance:
             tuple(headroom),
             rules,
             problem.objective,
+            StepCosts.of(problem),
         )
 
     def relaxed(self) -> Instance:
@@ -139,6 +144,11 @@ class Instance:
         backward = tuple(min(b, d) for b, d in zip(self.backward, self.fused, strict=True))
         weight = tuple(min(w, d - b) for w, d, b in zip(self.weight, self.fused, backward, strict=True))
         return replace(self, backward=backward, weight=weight, memory=self.memory.relaxed())
+
+    def without_steps(self) -> Instance:
+        """Return the problem whose step is its F's, B's and W's alone."""
+        nothing = (0,) * self.num_stages
+        return replace(self, steps=StepCosts(nothing, nothing, (0,) * self.num_ranks))
 
     @property
     def saved(self) -> tuple[int, ...]:

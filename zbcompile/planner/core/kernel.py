@@ -8,7 +8,8 @@ from __future__ import annotations
 from zbcompile.planner.core.compiled import Vector, jit
 from zbcompile.planner.core.tables import Tables
 
-__all__ = ["counts_size", "evaluate_line", "gaps_at", "scratch_size", "stays_legal"]
+__all__ = ["begin_steps", "end_steps", "first_gather", "gathered", "reduced", "reduced_by"]
+__all__ += ["counts_size", "evaluate_line", "gaps_at", "scratch_size", "stays_legal"]
 
 _FAR = 1 << 60
 
@@ -20,13 +21,78 @@ def gaps_at(t: Tables, num_actions: int) -> int:
 
 def scratch_size(t: Tables, num_actions: int) -> int:
     """Return the number of elements of scratch that `evaluate_line` needs."""
-    return gaps_at(t, num_actions) + num_actions
+    return gaps_at(t, num_actions) + num_actions + 2 * t.num_ranks + t.num_stages
 
 
 def counts_size(t: Tables) -> int:
     """Return the number of elements of counts that `stays_legal` needs."""
     marks = t.num_stages * t.num_microbatches if any(t.set_bytes) else 0
     return 5 * t.num_stages + marks
+
+
+@jit
+def begin_steps(t: Tables, scratch: Vector, at: int) -> None:
+    """Begin to count what stages cost once a step (`zbcompile.planner.core.step_costs`).
+
+    From ``at`` on the scratch has per rank when its last gather so far ends, per rank when its channel is
+    free for reductions, and per stage how many W's and BW's have run.
+    """
+    for k in range(2 * t.num_ranks + t.num_stages):
+        scratch[at + k] = 0
+    for s in range(t.num_stages):
+        scratch[at + t.num_ranks + t.rank_of[s]] += t.gather[s]
+
+
+@jit
+def gathered(t: Tables, scratch: Vector, at: int, s: int) -> int:
+    """Return when the parameters of stage s are there, whose first F is the next of its rank to run."""
+    ready: int = scratch[at + t.rank_of[s]]
+    return ready + t.gather[s]  # type: ignore[no-any-return]
+
+
+@jit
+def reduced(t: Tables, scratch: Vector, at: int, s: int, now: int) -> None:
+    """Note that a W or BW of stage s ends; the last one begins the stage's reduction."""
+    done = at + 2 * t.num_ranks + s
+    scratch[done] += 1
+    if scratch[done] == t.num_microbatches and t.reduce[s] > 0:
+        channel = at + t.num_ranks + t.rank_of[s]
+        scratch[channel] = max(scratch[channel], now) + t.reduce[s]
+
+
+@jit
+def end_steps(t: Tables, scratch: Vector, at: int, clock: int, late: int) -> None:
+    """Let every rank end with its update, and begin the way back.
+
+    Afterwards the scratch has from ``clock`` on the ranks' ends, from ``late`` on the latest ends of their
+    last actions, and from ``at`` on the latest ends of their last gathers and of their last reductions.
+    """
+    for r in range(t.num_ranks):
+        end = max(scratch[clock + r], scratch[at + t.num_ranks + r])
+        scratch[clock + r] = end + t.update[r]
+        scratch[late + r] = end
+        scratch[at + r] = end
+        scratch[at + t.num_ranks + r] = end
+    for s in range(t.num_stages):
+        scratch[at + t.rank_of[s]] -= t.reduce[s]
+
+
+@jit
+def reduced_by(t: Tables, scratch: Vector, at: int, s: int, late: int) -> int:
+    """Return by when a W or BW of stage s must end, on the way back; its rank allows ``late``."""
+    done = at + 2 * t.num_ranks + s
+    scratch[done] -= 1
+    if scratch[done] == t.num_microbatches - 1 and t.reduce[s] > 0:
+        channel = at + t.num_ranks + t.rank_of[s]
+        scratch[channel] -= t.reduce[s]
+        late = min(late, scratch[channel])
+    return late
+
+
+@jit
+def first_gather(t: Tables, scratch: Vector, at: int, s: int, start: int) -> None:
+    """Note by when the gather of stage s must end, on the way back: its first F starts at ``start``."""
+    scratch[at + t.rank_of[s]] = min(scratch[at + t.rank_of[s]], start) - t.gather[s]
 
 
 @jit
@@ -53,11 +119,14 @@ def evaluate_line(
     total = offsets[p]
     late, clock, place, counts, trail = 0, p, 2 * p, 4 * p, 4 * p + 2 * S
     gaps = trail + total
+    steps = gaps + total
     for k in range(2 * S * m):
         ends[k] = -1
         limits[k] = _FAR
     for k in range(4 * p + 2 * S):
         scratch[k] = 0
+    if t.has_steps:
+        begin_steps(t, scratch, steps)
     done = 0
     moved, upward = True, False
     while moved:
@@ -101,6 +170,9 @@ def evaluate_line(
                     if blocked:
                         now = scratch[clock + r]
                         break
+                    if t.has_steps and kind == 0 and i == 0 and t.gather[s] > 0:
+                        now = max(now, gathered(t, scratch, steps, s))
+                        scratch[steps + r] += t.gather[s]
                     scratch[gaps + offsets[r] + k] = now - before
                     now += t.length[code]
                     ends[slot] = now
@@ -108,6 +180,8 @@ def evaluate_line(
                 else:
                     scratch[gaps + offsets[r] + k] = 0
                     now += t.length[code]
+                if t.has_steps and kind >= 2:
+                    reduced(t, scratch, steps, s, now)
                 scratch[trail + done] = (offsets[r] + k) * p + r
                 done += 1
                 k += 1
@@ -118,6 +192,10 @@ def evaluate_line(
         return -1
     worst = 0
     summed = 0
+    for r in range(p):
+        scratch[late + r] = scratch[clock + r]
+    if t.has_steps:
+        end_steps(t, scratch, steps, clock, late)
     if t.is_span == 0:
         for r in range(p):
             summed += scratch[clock + r]
@@ -125,18 +203,18 @@ def evaluate_line(
                 worst = scratch[clock + r]
         scratch[3 * p] = worst
         return 100 * p * worst + summed
-    for r in range(p):
-        scratch[late + r] = scratch[clock + r]
     while done > 0:
         done -= 1
         at = scratch[trail + done]
         r = at % p
         code = line[at // p]
         kind = code // S
+        s = code - kind * S
+        if t.has_steps and kind >= 2:
+            scratch[late + r] = reduced_by(t, scratch, steps, s, scratch[late + r])
         if kind == 2:
             scratch[late + r] -= t.length[code]
             continue
-        s = code - kind * S
         side = 0 if kind == 0 else 1
         scratch[counts + side * S + s] -= 1
         i = scratch[counts + side * S + s]
@@ -145,6 +223,8 @@ def evaluate_line(
             start = limits[(side * S + s) * m + i]
         start -= t.length[code]
         scratch[late + r] = start
+        if t.has_steps and kind == 0 and i == 0 and t.gather[s] > 0:
+            first_gather(t, scratch, steps, s, start)
         if side == 0:
             for e in range(t.forward_at[s], t.forward_at[s + 1]):
                 slot = t.forward_from[e] * m + i
@@ -156,7 +236,10 @@ def evaluate_line(
                 if start - t.backward_lag[e] < limits[slot]:
                     limits[slot] = start - t.backward_lag[e]
     for r in range(p):
-        span = scratch[clock + r] - scratch[late + r]
+        first = scratch[late + r]
+        if t.has_steps:
+            first = min(first, scratch[steps + r])
+        span = scratch[clock + r] - first
         summed += span
         if span > worst:
             worst = span

@@ -63,8 +63,13 @@ def evaluate(instance: Instance, codes: Codes) -> tuple[int, int] | None:
     """Return (span, makespan) in ns under asynchronous sends, or ``None`` if the ranks deadlock.
 
     All ranks run forward as far as their messages are there, until none gets further. Then the trail is
-    walked backwards, which starts every rank's first action as late as the ends allow.
+    walked backwards, which starts every rank's first action as late as the ends allow. What stages cost once
+    a step is counted as `zbcompile.planner.core.step_costs` says.
     """
+    steps = instance.steps
+    gathers = [0] * instance.num_ranks
+    channel = [sum(steps.gather[s] for s in stages) for stages in instance.stages_of]
+    weights_left = [instance.num_microbatches] * instance.num_stages
     times = (instance.forward, instance.backward, instance.weight, instance.fused)
     m, p, waits = instance.num_microbatches, instance.num_ranks, instance.rules.waits
     ends = [[[-1] * m for _ in range(instance.num_stages)] for _ in (F, B)]
@@ -94,31 +99,51 @@ def evaluate(instance: Instance, codes: Codes) -> tuple[int, int] | None:
                         start = max(start, end + lag)
                     if blocked:
                         break
+                    if kind == F and i == 0 and steps.gather[s]:
+                        gathers[rank] += steps.gather[s]
+                        start = max(start, gathers[rank])
                     now = start + times[kind][s]
                     ends[side][s][i] = now
                     counts[side][s] = i + 1
                 else:
                     now += times[W][s]
+                if kind in (W, BW):
+                    weights_left[s] -= 1
+                    if weights_left[s] == 0 and steps.reduce[s]:
+                        channel[rank] = max(channel[rank], now) + steps.reduce[s]
                 trail.append((rank, kind, s, i))
                 k += 1
                 moved = True
             position[rank], clock[rank] = k, now
     if len(trail) != sum(map(len, codes)):
         return None
-    late = list(clock)
+    ends_of_work = list(map(max, clock, channel))
+    late, channel = list(ends_of_work), list(ends_of_work)
+    gathers = [
+        end - sum(steps.reduce[s] for s in stages)
+        for end, stages in zip(ends_of_work, instance.stages_of, strict=True)
+    ]
     limit: list[dict[tuple[int, int], int]] = [{}, {}]
     for rank, kind, s, i in reversed(trail):
+        if kind in (W, BW):
+            weights_left[s] += 1
+            if weights_left[s] == 1 and steps.reduce[s]:
+                channel[rank] -= steps.reduce[s]
+                late[rank] = min(late[rank], channel[rank])
         if kind == W:
             late[rank] -= times[W][s]
             continue
         side = F if kind == F else B
         start = min(late[rank], limit[side].get((s, i), late[rank])) - times[kind][s]
         late[rank] = start
+        if kind == F and i == 0 and steps.gather[s]:
+            gathers[rank] = min(gathers[rank], start) - steps.gather[s]
         for before, other, lag in waits[side][s]:
             key = (other, i)
             limit[before][key] = min(limit[before].get(key, start - lag), start - lag)
-    span = max(end - first for end, first in zip(clock, late, strict=True))
-    return span, max(clock)
+    rank_ends = [end + update for end, update in zip(ends_of_work, steps.update, strict=True)]
+    span = max(end - first for end, first in zip(rank_ends, map(min, late, gathers), strict=True))
+    return span, max(rank_ends)
 
 
 def value_of(instance: Instance, codes: Codes) -> int | None:

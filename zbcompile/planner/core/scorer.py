@@ -38,7 +38,7 @@ def fast_value(problem: Problem) -> Callable[[Codes], int | None]:
         return Clock.of(problem).value
     instance = Instance.of(problem)
     work = sum(instance.forward) + sum(instance.backward) + sum(instance.weight) + sum(instance.fused)
-    longest = instance.num_microbatches * (work + sum(instance.rules.lags))
+    longest = instance.num_microbatches * (work + sum(instance.rules.lags)) + instance.steps.all_in_a_row()
     actions = 3 * instance.num_stages * instance.num_microbatches
     if actions <= _SHORT or not can_compile() or 101 * instance.num_ranks * longest >= _MOST_SCORE:
         return lambda codes: value_of(instance, codes)
@@ -94,7 +94,8 @@ class Scorer:
     def gaps(self, codes: Codes) -> list[int]:
         """Return per action, rank by rank, how long its rank waits before it for a message, in ns."""
         offsets, line = pack(self.instance, codes, self.vector)
-        return [int(gap) for gap in self.evaluate(offsets, line)[1][gaps_at(self.tables, len(line)) :]]
+        first = gaps_at(self.tables, len(line))
+        return [int(gap) for gap in self.evaluate(offsets, line)[1][first : first + len(line)]]
 
     def evaluate(self, offsets: Vector, line: Vector) -> tuple[int, Vector]:
         """Return the tie-breaking score (-1 on deadlock) and the scratch of `evaluate_line`."""

@@ -37,6 +37,10 @@ class Tables(NamedTuple):
         What F of stage s waits for: stages and travel times from ``forward_at[s]`` to ``forward_at[s + 1]``.
     backward_at, backward_from, backward_lag
         The same for B.
+    has_steps
+        1 if stages cost anything once a step, else 0.
+    gather, reduce, update
+        `zbcompile.planner.core.step_costs.StepCosts`.
     after_forward_at, after_forward, after_backward_at, after_backward
         The ranks of the stages that wait for F, or for B, of stage s.
     """
@@ -59,6 +63,10 @@ class Tables(NamedTuple):
     backward_at: Vector
     backward_from: Vector
     backward_lag: Vector
+    has_steps: int
+    gather: Vector
+    reduce: Vector
+    update: Vector
     after_forward_at: Vector
     after_forward: Vector
     after_backward_at: Vector
@@ -91,6 +99,10 @@ class Tables(NamedTuple):
             backward_at,
             backward,
             vector([pair[1] for row in instance.backward_from for pair in row]),
+            int(instance.steps.any),
+            vector(instance.steps.gather),
+            vector(instance.steps.reduce),
+            vector(instance.steps.update),
             after_f_at,
             after_f,
             after_b_at,

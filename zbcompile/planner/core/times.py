@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from zbcompile.planner.core.instance import KINDS, Codes, F, Instance, W
+from zbcompile.planner.core.instance import BW, KINDS, Codes, F, Instance, W
 from zbcompile.schedule.communication import post_slots
 from zbcompile.schedule.ir import Kind
 from zbcompile.schedule.problem import Problem
@@ -95,7 +95,7 @@ class Clock:
     def measure(self, codes: Codes, times: Times | None = None) -> tuple[int, int] | None:
         """Return (span, makespan) in ns, or ``None`` if the ranks deadlock. Parameters as for `value`."""
         run = _Run(self, codes, self.nominal(codes) if times is None else times)
-        return (max(run.spans()), max(run.end)) if run.go() else None
+        return (max(run.spans()), max(run.rank_ends())) if run.go() else None
 
     def starts(self, codes: Codes) -> list[list[int]] | None:
         """Return the earliest start of every action in ns, rank by rank; ``None`` on deadlock."""
@@ -110,11 +110,15 @@ class Clock:
         if not run.go():
             return None
         spans = run.spans()
-        return (max(spans) if self.instance.objective == "span" else max(run.end)), sum(spans)
+        return (max(spans) if self.instance.objective == "span" else max(run.rank_ends())), sum(spans)
 
 
 class _Run:
-    """One order being timed. Node ids: actions first, by rank and position, then transfers."""
+    """One order being timed.
+
+    Node ids: actions first, by rank and position, then transfers, then the gathers and the reductions of all
+    stages (`zbcompile.planner.core.step_costs`).
+    """
 
     def __init__(self, clock: Clock, codes: Codes, times: Times) -> None:
         self.clock, self.codes, self.times = clock, codes, times
@@ -129,6 +133,38 @@ class _Run:
         self.edges: _Edges = []
         self._place()
         self._route()
+        self._gather()
+
+    def _gather(self) -> None:
+        """Begin with the gathers of every rank, in the order of its stages' first F's."""
+        steps, stages = self.clock.instance.steps, self.clock.instance.num_stages
+        self.gather_node = self.total + len(self.lag)
+        self.reduce_node = self.gather_node + stages
+        self.gathered_at = [0] * stages
+        self.weights_left = [self.clock.instance.num_microbatches] * stages
+        self.channel: list[tuple[int, _Waits]] = []
+        for row in self.codes:
+            now = 0
+            before: _Waits = ()
+            for s in dict.fromkeys(s for kind, s in row if kind == F):
+                if steps.gather[s]:
+                    node = self.gather_node + s
+                    self.edges += [(source, node, weight) for source, weight in before]
+                    now, before = now + steps.gather[s], ((node, steps.gather[s]),)
+                    self.gathered_at[s] = now
+            self.channel.append((now, before))
+
+    def _reduce(self, rank: int, node: int, s: int, length: int, now: int) -> None:
+        """Begin the reduction of a stage's gradients if the W or BW that ends is its last."""
+        self.weights_left[s] -= 1
+        taken = self.clock.instance.steps.reduce[s]
+        if self.weights_left[s] or not taken:
+            return
+        free, before = self.channel[rank]
+        reduction = self.reduce_node + s
+        for source, weight in (*before, (node, length)):
+            self.edges.append((source, reduction, weight))
+        self.channel[rank] = max(free, now) + taken, ((reduction, taken),)
 
     def _place(self) -> None:
         """Number the microbatch of every action and note the position of every F and backward."""
@@ -240,7 +276,7 @@ class _Run:
         row, needs = self.codes[rank], self.needs[rank]
         posts, sends = self.posts[rank], self.sends[rank]
         before: _Waits = ()
-        now = 0
+        now, steps = 0, self.clock.instance.steps
         for k, length in enumerate(self.times[rank]):
             node = self.base[rank] + k
             sent, posted = sends[k - 1] if k else (), posts.get(k, ())
@@ -255,10 +291,16 @@ class _Run:
                 before += ((self.total + message, self.lag[message]),)
             if not self._ready(rank, k):
                 return
+            kind, s = row[k]
+            if kind == F and self.number[rank][k] == 0 and steps.gather[s]:
+                now = max(now, self.gathered_at[s])
+                before += ((self.gather_node + s, steps.gather[s]),)
             for source, weight in before:
                 self.edges.append((source, node, weight))
             self.start[node] = now
             before, now = ((node, length),), now + length
+            if kind in (W, BW):
+                self._reduce(rank, node, s, length, now)
             self.left -= 1
         self.end[rank] = now
         if row:
@@ -302,14 +344,33 @@ class _Run:
             return False
         return all(0 <= self.at[side][source][i] < k for source in self.clock.local[side][s])
 
+    def rank_ends(self) -> list[int]:
+        """Return when every rank has ended its actions, its reductions and its update."""
+        updates = self.clock.instance.steps.update
+        return [max(end, free) + u for end, (free, _), u in zip(self.end, self.channel, updates, strict=True)]
+
     def spans(self) -> list[int]:
         """Return the span of every rank, every first action as late as the ends allow."""
-        late = [max(self.end) + 1] * (self.total + len(self.lag))
+        instance, ends = self.clock.instance, self.rank_ends()
+        steps = instance.steps
+        late = [max(ends) + 1] * (self.reduce_node + instance.num_stages)
         ranks = [r for r, row in enumerate(self.codes) if row]
         for rank in ranks:
-            last = self.base[rank] + len(self.codes[rank]) - 1
-            late[last] = self.start[last]
+            last, free = self.base[rank] + len(self.codes[rank]) - 1, ends[rank] - steps.update[rank]
+            late[last] = free - (self.end[rank] - self.start[last])
+            for s in instance.stages_of[rank]:
+                late[self.gather_node + s] = free - steps.gather[s]
+                late[self.reduce_node + s] = free - steps.reduce[s]
         for source, node, weight in reversed(self.edges):
             if late[node] - weight < late[source]:
                 late[source] = late[node] - weight
-        return [self.end[rank] - late[self.base[rank]] for rank in ranks]
+        firsts = [
+            min(
+                [
+                    late[self.base[r]],
+                    *(late[self.gather_node + s] for s in instance.stages_of[r] if steps.gather[s]),
+                ]
+            )
+            for r in ranks
+        ]
+        return [ends[rank] - first for rank, first in zip(ranks, firsts, strict=True)]

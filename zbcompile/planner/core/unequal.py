@@ -14,7 +14,15 @@ from typing import Any
 
 from zbcompile.planner.core.compiled import MakeVector, Vector, jit, vector
 from zbcompile.planner.core.instance import Codes, Instance
-from zbcompile.planner.core.kernel import scratch_size
+from zbcompile.planner.core.kernel import (
+    begin_steps,
+    end_steps,
+    first_gather,
+    gathered,
+    reduced,
+    reduced_by,
+    scratch_size,
+)
 from zbcompile.planner.core.tables import Tables, pack
 from zbcompile.schedule.memory import Memory
 from zbcompile.schedule.problem import Problem
@@ -140,6 +148,9 @@ def evaluate_unequal(
     total = offsets[p]
     late, clock, at_place, counts, trail = 0, p, 2 * p, 4 * p, 4 * p + 2 * S
     gaps = trail + total
+    steps = gaps + total
+    if t.has_steps:
+        begin_steps(t, scratch, steps)
     for k in range(2 * S * m):
         ends[k] = -1
         limits[k] = _FAR
@@ -187,6 +198,9 @@ def evaluate_unequal(
                     if blocked:
                         now = scratch[clock + r]
                         break
+                    if t.has_steps and kind == 0 and i == 0 and t.gather[s] > 0:
+                        now = max(now, gathered(t, scratch, steps, s))
+                        scratch[steps + r] += t.gather[s]
                     if kind == 1:
                         _note_split(t.split, S, m, s, i)
                     scratch[gaps + offsets[r] + k] = now - before
@@ -195,6 +209,8 @@ def evaluate_unequal(
                     scratch[counts + side * S + s] = i + 1
                 if kind == 2:
                     scratch[gaps + offsets[r] + k] = 0
+                if t.has_steps and kind >= 2:
+                    reduced(t, scratch, steps, s, now)
                 scratch[trail + done] = (offsets[r] + k) * p + r
                 done += 1
                 k += 1
@@ -205,14 +221,16 @@ def evaluate_unequal(
         return -1
     worst = 0
     summed = 0
+    for r in range(p):
+        scratch[late + r] = scratch[clock + r]
+    if t.has_steps:
+        end_steps(t, scratch, steps, clock, late)
     if t.is_span == 0:
         for r in range(p):
             summed += scratch[clock + r]
             worst = max(worst, scratch[clock + r])
         scratch[3 * p] = worst
         return int(100 * p * worst + summed)
-    for r in range(p):
-        scratch[late + r] = scratch[clock + r]
     while done > 0:
         done -= 1
         at = scratch[trail + done]
@@ -220,6 +238,8 @@ def evaluate_unequal(
         code = line[at // p]
         kind = code // S
         s = code - kind * S
+        if t.has_steps and kind >= 2:
+            scratch[late + r] = reduced_by(t, scratch, steps, s, scratch[late + r])
         if kind == 2:
             scratch[late + r] -= t.lengths[code * m + t.order[_last_weight(t.split, S, m, s)]]
             continue
@@ -229,6 +249,8 @@ def evaluate_unequal(
         who = t.order[i]
         start = min(scratch[late + r], limits[(side * S + s) * m + i]) - t.lengths[code * m + who]
         scratch[late + r] = start
+        if t.has_steps and kind == 0 and i == 0 and t.gather[s] > 0:
+            first_gather(t, scratch, steps, s, start)
         if side == 0:
             for e in range(t.forward_at[s], t.forward_at[s + 1]):
                 slot = t.forward_from[e] * m + i
@@ -238,7 +260,10 @@ def evaluate_unequal(
                 slot = (S + t.backward_from[e]) * m + i
                 limits[slot] = min(limits[slot], start - t.backward_lags[e * m + who])
     for r in range(p):
-        span = scratch[clock + r] - scratch[late + r]
+        first = scratch[late + r]
+        if t.has_steps:
+            first = min(first, scratch[steps + r])
+        span = scratch[clock + r] - first
         summed += span
         worst = max(worst, span)
     scratch[3 * p] = worst

@@ -98,7 +98,7 @@ class _Question:
         instance = self.instance
         times = zip(instance.forward, instance.backward, instance.weight, instance.fused, strict=True)
         work = sum(f + max(b + w, fused) for f, b, w, fused in times)
-        return instance.num_microbatches * (work + sum(instance.rules.lags))
+        return instance.num_microbatches * (work + sum(instance.rules.lags)) + instance.steps.all_in_a_row()
 
     def answer(
         self, lower: int, upper: int, hint: Codes | None, time_limit_s: float, *, any_order: bool = False
@@ -107,6 +107,7 @@ class _Question:
 
         The model's span of an order may be less than the order's own (`OrderModel`). Where the answer is such
         an order, it is asked again with ranks that end as early as they can, unless it is short enough.
+        Where stages cost something once a step, the question stays open instead.
         """
         first = self._ask(lower, upper, hint, time_limit_s, early=False)
         value = first.value_ns
@@ -114,6 +115,8 @@ class _Question:
             return first
         if any_order and value <= upper:
             return first
+        if self.instance.steps.any:
+            return replace(first, proved=False)
         left = time_limit_s - first.seconds
         again = self._ask(max(lower, first.bound_ns), upper, first.codes, left, early=True)
         again = replace(again, seconds=first.seconds + again.seconds)
@@ -172,7 +175,9 @@ class _Question:
             for s in range(instance.num_stages)
         ):
             weights = (sum(instance.weight[s] for s in row) for row in instance.stages_of)
-            return most + instance.num_microbatches * max(weights)
+            steps, stages_of = instance.steps, instance.stages_of
+            beside = steps.lead(stages_of, "span") + steps.longest_tail(stages_of)
+            return most + instance.num_microbatches * max(weights) + beside
         return ticks.most(self.longest()) + ticks.spare
 
     def _starts(self, ticks: Ticks, codes: Codes) -> list[list[int]]:

@@ -179,7 +179,9 @@ class OrderModel:
         head = self.paths.head[s if kind == F else instance.num_stages + s]
         head += shortest if kind == W else 0
         length = {F: instance.forward[s], B: shortest, W: instance.weight[s] if fused is False else 0}[kind]
-        latest = self.horizon - length if op != (F, 0, 0) or not self.ticks.one_source else 0
+        latest = self.horizon - length
+        if op == (F, 0, 0) and self.ticks.one_source:
+            head = latest = instance.steps.lead(instance.stages_of, instance.objective)
         self.in_reach = self.in_reach and head <= latest
         return self.model.new_int_var(head, max(head, latest), f"{op}")
 
@@ -256,19 +258,51 @@ class OrderModel:
                 self.model.add_implication(self.before[later], literal)
 
     def ends(self, rank: int) -> list[Time]:
-        """Return the ends of the last backwards and W's of a rank's stages: the last is the rank's end."""
+        """Return the ends of the last backwards and W's of a rank's stages: the last is the rank's last W."""
         last = self.instance.num_microbatches - 1
         return [self.end((W, s, last)) for s in self.instance.stages_of[rank]]
 
     def _objective(self) -> None:
         for rank, stages in enumerate(self.instance.stages_of):
-            for end in self.ends(rank):
+            firsts: list[Time] = [self.start[F, x, 0] for x in stages]
+            ends = self.ends(rank)
+            if self.instance.steps.any:
+                gathers, reductions = self._channel(rank, ends)
+                firsts, ends = firsts + gathers, ends + reductions
+            update = self.instance.steps.update[rank]
+            for end in ends:
                 if self.instance.objective == "makespan":
-                    self.model.add(self.value >= end)
+                    self.model.add(self.value >= end + update)
                     continue
-                for x in stages:
-                    self.model.add(self.value >= end - self.start[F, x, 0])
+                for first in firsts:
+                    self.model.add(self.value >= end + update - first)
         self.model.minimize(self.value)
+
+    def _channel(self, rank: int, ends: list[Time]) -> tuple[list[Time], list[Time]]:
+        """Put gathers and reductions on a rank's channel: return starts of gathers and ends of reductions.
+
+        They are in any order: that of the first F's and that of the last W's is as good as any other, because
+        all gathers may begin with the step, and nothing waits for a reduction.
+        """
+        steps, model, intervals = self.instance.steps, self.model, list[cp_model.IntervalVar]()
+        gathers, reductions = list[Time](), list[Time]()
+        for s, end in zip(self.instance.stages_of[rank], ends, strict=True):
+            if steps.gather[s]:
+                gather = self.time(f"gather{s}")
+                model.add(self.start[F, s, 0] >= gather + steps.gather[s])
+                intervals.append(
+                    model.new_fixed_size_interval_var(gather, steps.gather[s], f"on channel {s}")
+                )
+                gathers.append(gather)
+            if steps.reduce[s]:
+                reduction = self.time(f"reduce{s}")
+                model.add(reduction >= end)
+                intervals.append(
+                    model.new_fixed_size_interval_var(reduction, steps.reduce[s], f"on channel {s}")
+                )
+                reductions.append(reduction + steps.reduce[s])
+        model.add_no_overlap(intervals)
+        return gathers, reductions
 
     def end_early(self) -> None:
         """Let every rank end as early as its order allows.

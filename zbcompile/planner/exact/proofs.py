@@ -12,6 +12,7 @@ from fractions import Fraction
 from ortools.sat.python import cp_model
 
 from zbcompile.planner.bounds.bound import Bound
+from zbcompile.planner.bounds.once_a_step import least_once_a_step
 from zbcompile.planner.core.instance import BW, Codes, Fusing, is_chain
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.core.scorer import Scorer
@@ -315,10 +316,12 @@ class _Lane:
 
     def __init__(self, run: Run, name: str, seconds: float) -> None:
         assert run.value is not None
-        self.instance, self.real, self.seed = run.instance.relaxed(), run.instance, run.seed
+        self.instance, self.real = run.instance.relaxed().without_steps(), run.instance
+        self.seed = run.seed
         self.name, self.end = name, time.monotonic() + seconds
         self.value, self.known = run.value, run.bound.value_ns
         self.head = Paths.of(self.instance).head
+        self.once = least_once_a_step(self.real)
         self.likely = most_likely_ranks(self.instance)
         self.grids = grids(shifted(self.instance), FINEST_GRID)
         self.exact = Fraction(exact_unit(self.instance))
@@ -369,26 +372,29 @@ class _Lane:
     def ask(self, rank: int | None, grid: Fraction, seconds: float) -> Answer:
         """Ask one question; return its bound, and for the whole chain its order, as found and annealed."""
         head = self.head[rank] if rank is not None and self.instance.objective == "makespan" else 0
+        beside = head + self.once
         self.solver = cp_model.CpSolver()
         found = crossing_bound(
             self.instance,
             rank,
             grid,
-            upper_ns=self.value - head,
+            upper_ns=self.value - beside,
             time_limit_s=seconds,
             seed=self.seed,
-            known_ns=max(0, self.known - head),
+            known_ns=max(0, self.known - beside),
             solver=self.solver,
         )
         self.solver = None
-        self.known = max(self.known, head + found.value_ns)
-        witness = {
+        self.known = max(self.known, beside + found.value_ns)
+        witness: dict[str, object] = {
             "solver": "CP-SAT",
             "rank": rank,
             "head_ns": head,
             "grid": [grid.numerator, grid.denominator],
             "units": found.units,
         }
+        if self.once:
+            witness["once_a_step_ns"] = self.once
         orders: list[Order] = []
         if found.codes is not None:
             scorer = Scorer(self.real)
@@ -397,4 +403,4 @@ class _Lane:
                 orders = [Order(codes, (self.name,)) for codes in (found.codes, annealed)]
                 scores = [scorer.score(order.codes) for order in orders]
                 self.value = min(self.value, *(score[0] for score in scores if score is not None))
-        return Bound(head + found.value_ns, "crossing", self.instance.objective, witness), orders
+        return Bound(beside + found.value_ns, "crossing", self.instance.objective, witness), orders

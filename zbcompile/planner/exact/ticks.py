@@ -52,6 +52,7 @@ class Way(NamedTuple):
 def exact_unit(instance: Instance, ways: tuple[Way, ...] = ()) -> int:
     """Return the largest time in ns that divides all times and lags."""
     times = (*instance.forward, *instance.backward, *instance.weight, *instance.fused)
+    times += instance.steps.times()
     return math.gcd(*times, *instance.rules.lags, *(way.busy for way in ways)) or 1
 
 
@@ -112,6 +113,7 @@ class Ticks:
             weight=lengths(instance.weight),
             fused=lengths(instance.fused),
             rules=instance.rules.with_lags(lambda wait: wait.lag_ns // unit * factor),
+            steps=instance.steps.in_ticks(unit, factor),
         )
         sent = tuple(
             way._replace(lag=way.lag // unit * factor or 1, busy=way.busy // unit * factor) for way in ways

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 from zbcompile.planner.core.compiled import vector
 from zbcompile.planner.core.instance import Codes, Instance
+from zbcompile.planner.core.kernel import scratch_size
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.core.tables import EXPONENTIAL, pack, unpack
-from zbcompile.planner.improve.anneal_kernel import anneal
+from zbcompile.planner.improve.anneal_kernel import anneal, note_score
 from zbcompile.planner.improve.cells import lay_out
 from zbcompile.planner.improve.kept_order import worst_of
 from zbcompile.planner.improve.retime import rebuild
@@ -70,6 +71,10 @@ class Annealer:
         size = int(offsets[p])
         cells, at = lay_out(instance, codes, (seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1)
         score = int(rebuild(cells, at))
+        scratch = vector([0] * scratch_size(scorer.tables, size))
+        if instance.steps.any:
+            score, scratch = scorer.evaluate(offsets, best)
+            note_score(cells, at, score, int(scratch[3 * p]))
         scores = vector([score, int(worst_of(cells, at)), 0, 0])
         frozen = vector([0] * (3 * p))
         for r, (low, high, copies) in enumerate(frozen_blocks or ()):
@@ -95,6 +100,9 @@ class Annealer:
                     self.exponential,
                     scorer.counts,
                     frozen,
+                    scratch,
+                    scorer.ends,
+                    scorer.limits,
                 )
             )
             if done_now < min(tries, done + chunk):

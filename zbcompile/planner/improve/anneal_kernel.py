@@ -6,9 +6,9 @@ Plain loops over flat arrays that numba compiles where it is installed (`zbcompi
 from __future__ import annotations
 
 from zbcompile.planner.core.compiled import Vector, jit
-from zbcompile.planner.core.kernel import stays_legal
+from zbcompile.planner.core.kernel import evaluate_line, stays_legal
 from zbcompile.planner.core.tables import Tables
-from zbcompile.planner.improve.cells import TOUCHED, Layout
+from zbcompile.planner.improve.cells import KEPT_SCORE, KEPT_WORST, TOUCHED, Layout
 from zbcompile.planner.improve.kept_order import keep, renumber, score_of, worst_of
 from zbcompile.planner.improve.moves import (
     below,
@@ -21,7 +21,7 @@ from zbcompile.planner.improve.moves import (
 )
 from zbcompile.planner.improve.retime import rebuild, restore, retime
 
-__all__ = ["anneal"]
+__all__ = ["anneal", "note_score"]
 
 _KEPT = 256
 """Changes kept before the topological order is made anew: it then follows the time again."""
@@ -154,6 +154,45 @@ def _try(
 
 
 @jit
+def note_score(cells: Vector, at: Layout, score: int, worst: int) -> None:
+    """Note the score and the objective of the order at hand."""
+    cells[at.state + KEPT_SCORE] = score
+    cells[at.state + KEPT_WORST] = worst
+
+
+@jit
+def _try_whole(
+    t: Tables,
+    cells: Vector,
+    at: Layout,
+    offsets: Vector,
+    jumps: Vector,
+    counts: Vector,
+    frozen_blocks: Vector,
+    most: int,
+    scratch: Vector,
+    ends: Vector,
+    limits: Vector,
+) -> bool:
+    """Do what `_try` does, with the whole order timed anew.
+
+    So it is where stages cost something once a step, which `retime` does not know.
+    """
+    _change(cells, at, jumps)
+    kept = False
+    if cells[at.state + TOUCHED] > 0 and _is_legal(t, cells, at, offsets, counts, frozen_blocks):
+        score = evaluate_line(t, offsets, cells, scratch, ends, limits)  # the line begins the array
+        kept = 0 <= score <= most
+        if kept:
+            rebuild(cells, at)
+            note_score(cells, at, score, scratch[3 * t.num_ranks])
+    if not kept:
+        _undo(cells, at)
+    _forget(cells, at)
+    return kept
+
+
+@jit
 def anneal(
     t: Tables,
     cells: Vector,
@@ -170,6 +209,9 @@ def anneal(
     exponential: Vector,
     counts: Vector,
     frozen_blocks: Vector,
+    scratch: Vector,
+    ends: Vector,
+    limits: Vector,
 ) -> int:
     """Do the tries ``first`` to ``last`` of ``total``; return the next try.
 
@@ -200,14 +242,22 @@ def anneal(
         Buffer of `stays_legal`.
     frozen_blocks
         Per rank low, high and copies of a block (`_keep_block`); no copies for none.
+    scratch, ends, limits
+        Buffers of `evaluate_line`, which is asked where stages cost something once a step.
     """
     for n in range(first, last):
         if scores[1] <= goal:
             return n
         left = 1.0 - n / total
         most = score_of(cells, at) + int(heat * left * left * exponential[random_bits(cells, at) & 4095])
-        if _try(t, cells, at, offsets, jumps, counts, frozen_blocks, most):
-            scores[3] += 1
+        if t.has_steps:
+            kept = _try_whole(
+                t, cells, at, offsets, jumps, counts, frozen_blocks, most, scratch, ends, limits
+            )
+        else:
+            kept = _try(t, cells, at, offsets, jumps, counts, frozen_blocks, most)
+            scores[3] += kept
+        if kept:
             score, worst = score_of(cells, at), worst_of(cells, at)
             if worst < scores[1] or (worst == scores[1] and score < scores[0]):
                 scores[0] = score
@@ -220,6 +270,8 @@ def anneal(
             for k in range(at.num_places):
                 cells[at.line + k] = best[k]
             rebuild(cells, at)
+            if t.has_steps:
+                note_score(cells, at, scores[0], scores[1])
         elif scores[3] >= _KEPT:
             scores[3] = 0
             rebuild(cells, at)

@@ -1,0 +1,136 @@
+"""Train a Hugging Face Llama on 2 x 2 processes: two pipeline stages, each layer in two shards.
+
+    torchrun --nproc-per-node 4 examples/tensor_parallel.py
+
+Processes 0 and 2 are one pipeline, 1 and 3 the other; 0 and 1 share the layers of the first stage, 2 and 3
+those of the second. Every process holds half of the heads of each attention and half of each MLP
+(Megatron-LM, arXiv 1909.08053, section 3): two sums over the shards per layer in F, two in B, none in W. The
+weights are random, so nothing is downloaded. More: docs/howto/tensor-parallel.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import zbcompile
+
+STEPS, BATCH, MICROBATCHES, LENGTH, VOCABULARY, SHARDS = 4, 8, 4, 16, 64, 2
+
+
+class CopyToShards(torch.autograd.Function):
+    """x as it is; its gradient is summed over the shards."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: str) -> Tensor:
+        ctx.group = group  # type: ignore[attr-defined]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return wait_tensor(all_reduce(grad.contiguous(), "sum", ctx.group)), None  # type: ignore[attr-defined]
+
+
+class SumOverShards(torch.autograd.Function):
+    """The sum of x over the shards; each of them gets its gradient as it is."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: str) -> Tensor:
+        return wait_tensor(all_reduce(x.contiguous(), "sum", group))
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def keep_shard(linear: nn.Linear, dim: int, group: ProcessGroup) -> None:
+    """Keep this process's rows (0) or columns (1) of a weight."""
+    shard = linear.weight.detach().chunk(group.size(), dim)[group.rank()].clone()
+    linear.weight = nn.Parameter(shard)
+    linear.out_features, linear.in_features = shard.shape
+
+
+def shard_llama(model: LlamaForCausalLM, group: ProcessGroup) -> LlamaForCausalLM:
+    """Keep this process's shard of every layer, in place; the names of parameters stay.
+
+    The numbers of heads, of keys and values too, and the width of the MLP are multiples of the group's size.
+    Embedding, norms and head are whole on every process, and get the same gradients on each.
+    """
+    name = group.group_name
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            keep_shard(linear, 0, group)
+        for linear in (attention.o_proj, mlp.down_proj):
+            keep_shard(linear, 1, group)
+            linear.register_forward_hook(lambda _, args, made: SumOverShards.apply(made, name))
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.register_forward_hook(lambda _, args, made: CopyToShards.apply(made, name))
+    return model
+
+
+def build_model() -> LlamaForCausalLM:
+    """Return the whole model, with the same random weights in every process."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        num_hidden_layers=4,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCABULARY,
+        use_cache=False,  # a cache of keys and values is for generating
+    )
+    return LlamaForCausalLM(config)
+
+
+def batches() -> Iterator[dict[str, Tensor]]:
+    """Yield what the model's forward takes; with labels it returns its loss."""
+    for step in range(STEPS):
+        start = torch.arange(BATCH).unsqueeze(1) + BATCH * step
+        tokens = (start + torch.arange(LENGTH)) % VOCABULARY
+        yield {"input_ids": tokens, "labels": tokens}
+
+
+def two_by_two() -> tuple[ProcessGroup, ProcessGroup]:
+    """Return the pipeline that this process is a rank of, and the group of the shards of its stage."""
+    mesh = dist.init_device_mesh("cpu", (2, SHARDS), mesh_dim_names=("pp", "tp"))
+    return mesh.get_group("pp"), mesh.get_group("tp")
+
+
+def compile_together(line: ProcessGroup, shards: ProcessGroup) -> zbcompile.Pipeline:
+    """Shard the model and compile it, on all processes at the same time."""
+    return zbcompile.compile(
+        shard_llama(build_model(), shards),
+        num_stages=2,
+        example_kwargs=next(batches()),
+        num_microbatches=MICROBATCHES,
+        time_limit=2.0,
+        group=line,
+        plan_group=dist.group.WORLD,  # all members of a collective run one plan
+    )
+
+
+def train(pipeline: zbcompile.Pipeline) -> None:
+    """Train as always."""
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
+    for step, batch in enumerate(batches()):
+        losses: list[Tensor] = []
+        optimizer.zero_grad()
+        pipeline.step(**batch, losses=losses, share_losses=True)
+        optimizer.step()
+        if dist.get_rank() == 0:
+            print(f"step {step}: loss {torch.stack(losses).mean():.6f}")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    with compile_together(*two_by_two()) as pipeline:
+        train(pipeline)
+    dist.destroy_process_group()
