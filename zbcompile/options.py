@@ -73,6 +73,8 @@ class CompileOptions:
         Whether gradients are summed in microbatch ``order``, or as they come, in the least ``memory``.
     kept_gradients
         Whether ``param.grad`` may hold gradients of earlier steps when a step begins: the plan counts them.
+    post_validation
+        Whether optimizers step without a barrier and are validated later: the plan counts what undoes a step.
     constant
         Arguments of the model whose values are the same in every microbatch of every step, and become part
         of the graphs: positions of args, names of the forward's arguments.
@@ -138,6 +140,7 @@ class CompileOptions:
     gradient_dtype: torch.dtype | None = None
     accumulate: str = ACCUMULATE[0]
     kept_gradients: bool = False
+    post_validation: bool = False
     cache: str | None = None
     skip: tuple[str, ...] = ()
     microbatch_costs: tuple[MicrobatchCost, ...] = ()
@@ -164,9 +167,16 @@ class CompileOptions:
                 fix="give group=, or mesh= with dimensions pp and dp",
             )
         _check_name("gradient_dtype", str(self.gradient_dtype), ("None", "torch.float32"))
-        for name in ("fixed_branches", "kept_gradients"):
+        for name in ("fixed_branches", "kept_gradients", "post_validation"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} must be True or False", given=repr(getattr(self, name)))
+        beside = [name for name in ("plan_group", "mesh", "data_group") if getattr(self, name) is not None]
+        if self.post_validation and beside:
+            raise UsageError(
+                "post_validation is for one pipeline by itself: several would not undo a step together",
+                where=beside[0],
+                fix="leave out one of the two",
+            )
         _check_name("objective", self.objective, OBJECTIVES)
         _check_name("transport", self.transport, TRANSPORTS)
         _check_name("accumulate", self.accumulate, ACCUMULATE)

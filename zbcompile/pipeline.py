@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zbcompile.compiler.arguments import (
     check_types,
@@ -36,6 +37,7 @@ from zbcompile.compiler.observe import Observer
 from zbcompile.compiler.replan import Replan, replan
 from zbcompile.compiler.saved import Own, load, save
 from zbcompile.compiler.scaler import PipelineScaler
+from zbcompile.compiler.update import Asked, Update
 from zbcompile.errors import UsageError
 from zbcompile.formats.measured_json import Measured
 from zbcompile.options import CompileOptions, argument_places, batch_dims
@@ -56,7 +58,6 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
 
     from zbcompile.passes.partition.partition import Policy
     from zbcompile.passes.split.split_backward import Recompute
@@ -104,6 +105,7 @@ def compile(
     gradient_dtype: torch.dtype | None = None,
     accumulate: str | None = None,
     kept_gradients: bool = False,
+    post_validation: bool = False,
     cache: str | os.PathLike[str] | None = None,
     cuts: str | None = None,
     rank_speeds: Sequence[float] | None = None,
@@ -117,8 +119,13 @@ def compile(
         Any ``nn.Module``. It is not changed (but see ``free_model``); its own parameters are trained.
     num_stages
         Number of pieces. A rank may run several.
-    example_args, example_kwargs, example_target
-        The whole batch as `Pipeline.step` gets it. Without them the model is captured at the first step.
+    example_args
+        A whole batch: positional arguments of the model, as `Pipeline.step` gets them. Without an example the
+        model is captured at the first step.
+    example_kwargs
+        Keyword arguments of the model for that batch.
+    example_target
+        What the loss function gets beside the model's output.
     loss_fn
         ``loss_fn(output, target) -> scalar``, or ``(scalar, {name: tensor})`` with metrics for
         ``step(metrics=...)``; not needed where the model returns its own loss. The parameters of a loss that
@@ -149,9 +156,11 @@ def compile(
         An order to run as it is instead of a search: a `Schedule`, a `Solution`, a schedule file, torch's
         CSV; or the folder of a checkpoint (`Pipeline.save`), whose plan is taken with the costs that it was
         made for, so that nothing is measured.
-    num_ranks, group
-        Default: the default process group and its size where one is initialised or torchrun started the
-        process; else as many ranks as stages, all run in this process.
+    num_ranks
+        Number of ranks. Default: the size of the group; without one, as many as stages, all in this process.
+    group
+        The process group of the pipeline, one process per rank. Default: the default group where one is
+        initialised or torchrun started the process; else none.
     plan_group
         The process group of a job in which several pipelines of the same form run side by side (replicas),
         each with its own ``group``: all of its processes compile at the same time, and run the plan that its
@@ -171,8 +180,14 @@ def compile(
         group), ``min_memory``, ``full``, a price in bytes per second, or ``auto``: a level for each stage,
         chosen with the order. Default: what the plan or the profile says that was given, else ``auto`` under
         a ``memory_limit``, else ``none``.
-    split_points, backend, verify
-        Of the stages; see docs/reference/split.md.
+    split_points
+        The modules that begin stages 1, 2, ..., or a function that chooses among legal cuts. Default: cuts
+        are found (``cuts``).
+    backend
+        ``eager``, with the bits of plain autograd, or ``inductor``, which compiles every graph.
+    verify
+        Whether one microbatch is compared with the untouched model (docs/reference/split.md). Default: for
+        models on the CPU of at most 1 GiB without gradient hooks.
     time_limit
         Seconds for the search.
     one_communicator
@@ -219,6 +234,11 @@ def compile(
         Whether steps begin with gradients of earlier steps in ``param.grad`` (several steps to one of the
         optimizer): the plan counts a second set of gradients. Without it, such a step under a
         ``memory_limit`` that leaves no room for them warns.
+    post_validation
+        Whether `Pipeline.optimizer_step` steps without a barrier, and undoes the step where the norm of all
+        gradients, known later, asks for clipping or for none: the plan counts a copy of the weights and of
+        the optimizer's state (two tensors per parameter). For the optimizers of
+        `zbcompile.compiler.optimizer_snapshot.REVERSIBLE`; see docs/howto/training.md.
     cache
         Folder in which plans are kept, to be found again at the next start with the same graphs, options,
         ranks and versions: then nothing is measured, searched, or, unless ``verify`` is True, compared with
@@ -291,6 +311,7 @@ def compile(
         gradient_dtype=gradient_dtype,
         accumulate=(known.accumulate if known else ACCUMULATE[0]) if accumulate is None else accumulate,
         kept_gradients=kept_gradients,
+        post_validation=post_validation,
         cache=None if cache is None else os.path.abspath(cache),
         skip=skipped_from_environment(),
         cuts=cuts,
@@ -436,7 +457,9 @@ class Pipeline(Sequence[Stage]):
         of `step`.
         """
         batch = Batch(args, kwargs, target)
-        return _handed_out(self._build(batch).run_eval(batch), losses, metrics)
+        compiled = self._build(batch)
+        compiled.updates.settle_all(compiled.group)
+        return _handed_out(compiled.run_eval(batch), losses, metrics)
 
     def timeline(self) -> Measured:
         """Return when every action of the last step really began and ended, on one clock for all ranks.
@@ -446,6 +469,74 @@ class Pipeline(Sequence[Stage]):
         """
         self._refuse_if_closed()
         return self._ready().timeline()
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer | Sequence[Optimizer] | None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+    ) -> Update:
+        """Clip the gradients of all ranks by their common norm, let optimizers step, forget the gradients.
+
+        Every rank calls it, after `step`, with the same arguments but for its own optimizers. It does what
+        `clip_grad_norm_`, ``optimizer.step()`` and `zero_grad` do, to the bit; where the norm is not finite
+        no weight changes on any rank.
+
+        With ``compile(post_validation=True)`` and one process per rank, no rank waits for the others: each
+        steps at once and goes on, and learns the norm in its next `step`, before the first backward. Where
+        clipping was due, or a gradient was not finite, the step is then undone and done as it should have
+        been, and the forwards that had begun run again. Calls of this object wait for that: what it returns
+        and evaluates is never what may still be undone. Whoever reads ``param.data`` by himself calls
+        ``wait()`` of the result first.
+
+        Parameters
+        ----------
+        optimizer
+            Of this process's parameters, one or several; None where it trains none.
+        max_norm
+            What the norm is clipped to; None: gradients are not clipped.
+        norm_type
+            Order of the norm.
+        error_if_nonfinite
+            Whether a norm that is not finite raises, with ``post_validation`` from the next call of all ranks
+            that needs the weights.
+
+        Returns
+        -------
+        Update
+            With the norm, whether it clipped, and whether it left the step out.
+
+        Raises
+        ------
+        PipelineError
+            A rank is lost; or the norm is not finite, and ``error_if_nonfinite``.
+        UsageError
+            The ranks give different arguments (with ``post_validation`` raised with the outcome), an
+            optimizer holds other parameters or cannot be undone, ``max_norm`` is negative or no number, or
+            the last step did not reduce.
+        """
+        self._refuse_if_closed()
+        asked = Asked(None if max_norm is None else float(max_norm), float(norm_type), error_if_nonfinite)
+        optimizers = (
+            [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        )
+        compiled, own = self._ready(), dict(self._own_parameters())
+        if compiled.unreduced_steps:
+            raise UsageError(
+                f"gradients of {compiled.unreduced_steps} steps wait for their sum over the replicas",
+                fix="let the last step before optimizer_step() reduce",
+            )
+        return compiled.updates.step(
+            list(optimizers),
+            own,
+            self._trained(),
+            compiled.group,
+            asked,
+            self.loss_scale,
+            self._options.post_validation,
+        )
 
     def replan(self, threshold: float = 0.02, time_limit: float | None = None) -> Replan:
         """Plan again with the costs that the last step measured, and run the new order if it gains enough.
@@ -478,15 +569,26 @@ class Pipeline(Sequence[Stage]):
         """
         self._refuse_if_closed()
         limit = self._options.time_limit_s if time_limit is None else time_limit
-        return replan(self._ready(), threshold, limit)
+        return replan(self._settled(), threshold, limit)
 
     def synchronize(self) -> None:
         """Return when every rank has finished its steps so far; raise `PipelineError` when one has failed."""
         self._refuse_if_closed()
-        self._ready().runner.synchronize()
+        self._settled().runner.synchronize()
 
     def close(self) -> None:
-        """End the watchdog and leave the pipeline's process groups. No step can run afterwards."""
+        """End the watchdog and leave the pipeline's process groups. No step can run afterwards.
+
+        An `optimizer_step` that is not validated yet is validated before, unless the pipeline has failed.
+        Raises `PipelineError` if a rank is lost meanwhile; it is closed all the same.
+        """
+        try:
+            if not self._closed and self.failed is None:
+                self._settle_own()
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         self._closed = True
         if self._compiled is not None:
             self._compiled.close()
@@ -494,8 +596,11 @@ class Pipeline(Sequence[Stage]):
     def __enter__(self) -> Pipeline:
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._leave()
 
     @property
     def schedule(self) -> Schedule:
@@ -534,8 +639,13 @@ class Pipeline(Sequence[Stage]):
     @property
     def local_stages(self) -> tuple[Stage, ...]:
         """The stages that this process runs."""
-        rank, placement = self.rank, self.schedule.placement
-        return tuple(s for s in self if rank is None or placement.rank_of[s.index] == rank)
+        self._settle_own()
+        return self._own_stages()
+
+    def _own_stages(self) -> tuple[Stage, ...]:
+        compiled = self._ready()
+        rank, rank_of = self.rank, compiled.plan.schedule.placement.rank_of
+        return tuple(s for s in compiled.stages if rank is None or rank_of[s.index] == rank)
 
     def source(self, rank: int) -> str:
         """Return the program that a rank runs."""
@@ -551,12 +661,16 @@ class Pipeline(Sequence[Stage]):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield parameters under the model's own names; those of a loss begin with ``loss_fn.``."""
+        self._settle_own()
+        yield from self._own_parameters()
+
+    def _own_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         if self._compiled is None:
             yield from self._trained().named_parameters()
             return
         self._compiled.follow_model()
         seen: set[int] = set()
-        for stage in self.local_stages:
+        for stage in self._own_stages():
             for name, parameter in stage.named_parameters():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
@@ -566,7 +680,8 @@ class Pipeline(Sequence[Stage]):
         """Forget all gradients of this process, those of steps with ``reduce=False`` included."""
         if self._compiled is not None:
             self._compiled.forget_unreduced()
-        for parameter in self.parameters():
+        parameters = self.parameters() if self._compiled is None else (p for _, p in self._own_parameters())
+        for parameter in parameters:
             parameter.grad = None
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
@@ -610,7 +725,7 @@ class Pipeline(Sequence[Stage]):
             raise UsageError("max_norm must be a number from 0 on", given=float(max_norm))
         words = f"clip_grad_norm_({float(max_norm)}, {float(norm_type)}, {error_if_nonfinite})"
         total = total_norm(list(self._norms(norm_type, words).values()), norm_type, error_if_nonfinite)
-        clip(self.parameters(), max_norm, total)
+        clip((p for _, p in self._own_parameters()), max_norm, total)
         return total
 
     def scaler(self, **options: Any) -> PipelineScaler:
@@ -619,9 +734,16 @@ class Pipeline(Sequence[Stage]):
         ``options`` are those of `torch.amp.GradScaler` (``init_scale``, ``growth_interval``, ...). The scaler
         keeps `loss_scale`, so the loop is ``step``, ``scaler.unscale_(optimizer)``, `clip_grad_norm_`,
         ``scaler.step(optimizer)``, ``scaler.update()``. A step is skipped on all ranks when a gradient on any
-        of them is not finite. (A plain ``GradScaler`` on each rank would skip and scale for itself.)
+        of them is not finite. (A plain ``GradScaler`` on each rank would skip and scale for itself.) A rank
+        that trains nothing gives None for the optimizer.
         """
         self._refuse_if_closed()
+        if self._options.post_validation:
+            raise UsageError(
+                "a gradient scaler decides the scale of the next step from the gradients of all ranks, so "
+                "that they wait for each other",
+                fix="compile without post_validation, or train in bfloat16",
+            )
         compiled = self._ready()
         device = next((p.device.type for p in self.parameters()), "cpu")
         return PipelineScaler(device, compiled.group, self._set_loss_scale, **options)
@@ -668,6 +790,7 @@ class Pipeline(Sequence[Stage]):
         UsageError
             The optimizer holds a parameter that is none of the model's.
         """
+        self._settle_own()
         return optimizer_state(self._trained(), self._own_names(), optimizer)
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -678,6 +801,7 @@ class Pipeline(Sequence[Stage]):
         UsageError
             Names the parameter that is missing or whose options differ from its group's; nothing is changed.
         """
+        self._settle_own()
         load_optimizer(self._trained(), self._own_names(), optimizer, state)
 
     def save(
@@ -710,7 +834,7 @@ class Pipeline(Sequence[Stage]):
             lost.
         """
         self._refuse_if_closed()
-        save(self._ready(), self._own, path, optimizer, extra)
+        save(self._settled(), self._own, path, optimizer, extra)
 
     def load(self, path: str | os.PathLike[str], optimizer: Optimizer | None = None) -> Any:
         """Go on from a checkpoint: read weights, optimizer and step number, all of them or nothing.
@@ -732,7 +856,7 @@ class Pipeline(Sequence[Stage]):
             it. Raised on all ranks, which keep what they have; the next step can run.
         """
         self._refuse_if_closed()
-        return load(self._ready(), self._own, path, optimizer)
+        return load(self._settled(), self._own, path, optimizer)
 
     def save_merged(self, path: str | os.PathLike[str]) -> None:
         """Write all weights and buffers of the model to one safetensors file, on rank 0.
@@ -746,23 +870,24 @@ class Pipeline(Sequence[Stage]):
             The file cannot be written (its name must end in ``.safetensors``), or a rank is lost.
         """
         self._refuse_if_closed()
-        save_merged(self._ready(), self._own, path)
+        save_merged(self._settled(), self._own, path)
 
     def _own(self) -> Own:
         return Own(self._own_tensors(), self._trained(), self._own_names())
 
     def _own_tensors(self) -> dict[str, Tensor]:
+        self._settle_own()
         compiled = self._ready()
         compiled.follow_model()
-        local = [stage.index for stage in self.local_stages]
+        local = [stage.index for stage in self._own_stages()]
         return own_tensors(self._trained(), compiled.staged.stages, local, self.rank in (None, 0))
 
     def _own_names(self) -> set[str]:
-        return {name for name, _ in self.named_parameters()}
+        return {name for name, _ in self._own_parameters()}
 
     def _norms(self, norm_type: float, asked: str) -> dict[str, Tensor]:
         self._refuse_if_closed()
-        group, own = self._ready().group, dict(self.named_parameters())
+        group, own = self._ready().group, dict(self._own_parameters())
         asked = f"{asked} at loss_scale {self.loss_scale}"
         return gradient_norms(self._trained(), own, float(norm_type), group, asked)
 
@@ -774,6 +899,17 @@ class Pipeline(Sequence[Stage]):
 
     def _trained(self) -> nn.Module:
         return with_loss(self._options.model, self._options.loss_fn)
+
+    def _settle_own(self) -> None:
+        """Let the weights of this process be those that stay."""
+        if self._compiled is not None:
+            self._compiled.updates.settle(self._compiled.group)
+
+    def _settled(self) -> CompiledPipeline:
+        """Return the compiled pipeline with the weights that stay, before a call of all ranks."""
+        compiled = self._ready()
+        compiled.updates.settle_all(compiled.group)
+        return compiled
 
     def _ready(self) -> CompiledPipeline:
         if self._compiled is None:
@@ -787,6 +923,7 @@ class Pipeline(Sequence[Stage]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Stage]: ...
     def __getitem__(self, index: int | slice) -> Stage | Sequence[Stage]:
+        self._settle_own()
         return self._ready().stages[index]
 
     def __len__(self) -> int:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Draws the pictures of docs/reference/show.md: sh docs/pictures/make.sh (needs zbcompile and chromium).
+# Draws the pictures of the documentation: sh docs/pictures/make.sh (needs zbcompile and chromium).
 set -e
 here=$(dirname "$0")
 work=$(mktemp -d)
@@ -8,6 +8,14 @@ photo() { # url, target, width, height
     chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=3000 \
         --user-data-dir="$work/profile" --screenshot="$2" --window-size="$3,$4" "$1" 2> /dev/null
 }
+# docs/concepts/pipeline.md; tests/docs/test_site.py compares them.
+for fuse in fused:always split:auto; do
+    zbcompile plan "$here/equal.json" --cap 1p --fuse "${fuse#*:}" --quiet -o "$work/${fuse%:*}.json"
+    zbcompile show "$work/${fuse%:*}.json" --width 90 --svg "$here/${fuse%:*}.svg"
+done
+# docs/index.md and README.md; tests/test_readme.py compares it.
+zbcompile show "$here/../../examples/four-unequal-stages.schedule.json" --svg "$here/../timeline.svg"
+# docs/reference/show.md.
 zbcompile plan "$here/../../examples/profiles/gpt-1.5b-p8-m64.json" --cap 1p --quiet -o "$work/plan.json"
 zbcompile plan "$here/../../examples/profiles/gpt-1.5b-p8-m24.json" --cap 1p --quiet -o "$work/async.json"
 zbcompile plan "$here/../../examples/profiles/gpt-1.5b-p8-m24.json" --cap 1p --quiet --transport rendezvous \

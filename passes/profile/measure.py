@@ -21,7 +21,7 @@ from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.runtime.wiring import RunnableStage, Wiring
 from zbcompile.schedule.costs import Edge, Profile, StageCost
 
-__all__ = ["OPTIMIZER_SLOTS", "cost_of", "edges_of", "measure"]
+__all__ = ["OPTIMIZER_SLOTS", "cost_of", "edges_of", "measure", "snapshot_bytes", "static_bytes_of"]
 
 OPTIMIZER_SLOTS = 2
 """Tensors like the parameter that the optimizer keeps per parameter: AdamW's two moments."""
@@ -68,7 +68,7 @@ def measure(
             outputs, times = _time_stage(ways, state, inputs, repeats, limit_s)
             values.update({p.name: t for p, t in zip(stage.outputs, outputs, strict=True)})
             own = sum(state[n].nbytes for n in stage.trainable)
-            costs.append(cost_of(ways, times, _static_bytes(stage, state), own))
+            costs.append(cost_of(ways, times, static_bytes_of(stage, state), own))
     device = stages[0].inputs[0].device if stages[0].inputs else "cpu"
     source = f"measured on {device}, torch {torch.__version__}"
     return Profile(tuple(costs), edges_of(stages), source=source)
@@ -105,10 +105,15 @@ def cost_of(
     return replace(stage, variants=tuple(variants))
 
 
-def _static_bytes(stage: StageGraphs, state: Mapping[str, Tensor]) -> int:
+def static_bytes_of(stage: StageGraphs, state: Mapping[str, Tensor]) -> int:
     """Return the bytes of a stage's parameters, buffers, gradients and optimizer state."""
     total = sum(state[n].nbytes for n in (*stage.parameters, *stage.buffers))
     return total + (1 + OPTIMIZER_SLOTS) * sum(state[n].nbytes for n in stage.trainable)
+
+
+def snapshot_bytes(trained_bytes: int) -> int:
+    """Return what a copy of parameters of some bytes takes together with one of their optimizer's state."""
+    return (1 + OPTIMIZER_SLOTS) * trained_bytes
 
 
 def edges_of(stages: Sequence[RunnableStage]) -> tuple[Edge, ...]:
@@ -149,8 +154,20 @@ def _time_stage(
                 found.append(times)
         if turn and time.perf_counter() - began > limit_s:
             break
-    medians = [[int(statistics.median(c)) for c in zip(*found, strict=True)] for found in samples]
-    return outputs, [(f, b, w, bw) for f, b, w, bw in medians]
+    return outputs, [_medians(way, found) for way, found in zip(ways, samples, strict=True)]
+
+
+def _medians(stage: StageGraphs, samples: Sequence[tuple[int, int, int, int]]) -> tuple[int, int, int, int]:
+    """Return the median times; W and BW of a stage whose inputs want no gradient are the same calls."""
+    f, b, w, bw = ([int(ns) for ns in column] for column in zip(*samples, strict=True))
+    if not any(port.has_gradient for port in stage.inputs):
+        w = bw = [*w, *bw]
+    return (
+        int(statistics.median(f)),
+        int(statistics.median(b)),
+        int(statistics.median(w)),
+        int(statistics.median(bw)),
+    )
 
 
 def _time_once(

@@ -115,6 +115,7 @@ def test_all_options_but_the_named_ones_are_agreed_on() -> None:
         "gradient_dtype": torch.float32,
         "accumulate": "memory",
         "kept_gradients": True,
+        "post_validation": True,
         "microbatch_costs": (MicrobatchCost((2_000_000,), (1_000_000,)),) * 4,
         "skip": ("simplify",),
         "cuts": "plan",

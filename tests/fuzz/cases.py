@@ -181,6 +181,9 @@ _CHANGES = (
     *(
         "microbatches=+1",
         "microbatches=+1048576",
+        "barrier=step",
+        "barrier=none",
+        "barrier=none:1MiB",
         "memory=+99999%",
         "link=9-9:2x",
         "split=",

@@ -3,6 +3,7 @@ found."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from tests.support import torch_workers
 from tests.support.hand_stages import hand_autograd, hand_problem, hand_reference
+from zbcompile.compiler.lower import lower_order
 from zbcompile.formats import torch_csv
 from zbcompile.passes.lower.codegen import emit
 from zbcompile.passes.lower.insert_comm import insert_comm, keep_comm
@@ -108,3 +110,22 @@ def test_orders_go_both_ways_with_the_same_gradients() -> None:
                 assert torch.equal(grads[name], grad), (k, name)
             else:
                 torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=1e-6, msg=f"{k} {name}")
+
+
+def test_actions_of_whole_stages_run_in_torchs_runtime_on_sharded_replicas() -> None:
+    """UNSHARD, RESHARD and REDUCE_GRAD of a plan, 2 x 2 processes: the mean of both replicas' gradients."""
+    placement = Placement.looped(2)
+    problem = hand_problem(placement, placement.num_stages, COUNT, skip=False)
+    whole = tuple(replace(stage, unshard_ns=300, reduce_ns=400) for stage in problem.profile.stages)
+    problem = problem.with_(profile=replace(problem.profile, stages=whole))
+    lowered = lower_order(plan(problem, level=1).schedule, problem).schedule
+    text = torch_csv.dumps(lowered)
+    for word in ("UNSHARD", "RESHARD", "REDUCE_GRAD"):
+        assert all(f"{stage}{word}" in text for stage in range(4))
+    arguments = (text, placement.rank_of, COUNT)
+    found = spawn(torch_workers.sharded_in_torch, 4, arguments, timeout_s=250)
+    wanted = hand_reference(4, 2 * COUNT, skip=False)
+    assert set(found[0]) | set(found[2]) == set(wanted)
+    for grads in found:
+        for name, grad in grads.items():
+            torch.testing.assert_close(2 * grad, wanted[name], rtol=1e-5, atol=1e-6, msg=name)

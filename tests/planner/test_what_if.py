@@ -52,6 +52,25 @@ def test_changes_are_what_they_say() -> None:
     assert not read("microbatches=+3").same_actions
 
 
+def test_a_barrier_costs_the_makespan_and_its_absence_the_bytes_that_undo_an_update() -> None:
+    assert read("barrier=step").problem == PROBLEM.with_(objective="makespan")
+    assert read("barrier=none:1GiB").problem.caps == (11 << 30,) * 4
+    sizes = (100, 200, 300, 400)
+    stages = (replace(s, gradient_bytes=size) for s, size in zip(PROBLEM.profile.stages, sizes, strict=True))
+    known = PROBLEM.with_(profile=replace(PROBLEM.profile, stages=tuple(stages)), objective="makespan")
+    without = read("barrier=none", known).problem
+    assert without.objective == "span"
+    assert without.caps == tuple((12 << 30) - 3 * size for size in sizes)
+    free = known.with_(caps=())
+    assert read("barrier=none:1GiB", free).problem == free.with_(objective="span")
+    names = [change.name for change in usual_changes(known, 10**9, None)]
+    assert "with a barrier (makespan)" not in names
+    assert names[-1] == "without a barrier (span)"
+    base, row = what_if(PROBLEM, FILE.schedule, [read("barrier=step")], time_limit_s=2.0)
+    assert (base.objective, row.objective) == ("span", "makespan")
+    assert row.value_ns == simulate(FILE.schedule.compute_only(), PROBLEM).makespan_ns
+
+
 def test_halves_of_stages_add_up_to_the_stages() -> None:
     change = read("placement=v")
     assert change.problem.placement == Placement.v(4)
@@ -76,6 +95,9 @@ REFUSED = {
     "placement=0,0,1,1": "same ranks",
     "microbatches=+0": "no change",
     "microbatches=+999999": "microbatches",
+    "barrier=some": "no change",
+    "barrier=none": "how large the gradients are",
+    "barrier=none:": "amount of memory",
     "plan.json": "no change",
     "": "no change",
 }

@@ -23,7 +23,7 @@ from zbcompile.planner.starts.classic import one_f_one_b, zb_h1
 from zbcompile.planner.starts.classic_loops import interleaved
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.event_graph import EventGraph
-from zbcompile.schedule.ir import Kind, Placement
+from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
 from zbcompile.schedule.steady import steady_state
@@ -31,6 +31,7 @@ from zbcompile.schedule.waits import Waits
 from zbcompile.show.boxes import held_times
 from zbcompile.show.choice import chosen_ranks
 from zbcompile.show.palette import ASCII, KIND_COLOURS, UNICODE, Glyphs
+from zbcompile.show.scale import Scale
 from zbcompile.show.summary import summarize
 from zbcompile.show.timeline import View
 
@@ -91,6 +92,22 @@ def test_one_period_stands_for_all_and_its_count_is_told() -> None:
     assert "x" in next(
         line for line in drawn(classic(4, 20), 400, view=View(fold=True)).splitlines() if "warm-up" in line
     )
+
+
+def test_a_step_that_is_all_steady_state_leaves_room_for_the_other_parts() -> None:
+    """One microbatch at a time has no warm-up: the period takes the whole step."""
+    rows = [
+        [Action(kind, s, i) for i in range(40) for kind in (Kind.FORWARD, Kind.FULL_BACKWARD)] for s in (0, 1)
+    ]
+    problem = Problem.of(Profile.uniform(StageCost.simple(3, 4, 5), 2, 1), None, 40)
+    file = ScheduleFile(Schedule.of(problem.placement, 40, rows), problem)
+    timeline = simulate(file.schedule, problem)
+    assert steady_state(timeline) is not None
+    for columns in range(26, 200):
+        windows = Scale.of(timeline, timeline.makespan_ns, columns, None, True).windows
+        assert sum(window.columns for window in windows) == columns - 2
+        assert min(window.columns for window in windows) >= 8
+    assert "steady" in drawn(file, width=80)
 
 
 @pytest.mark.parametrize("colour", [False, True])

@@ -265,7 +265,8 @@ def lost(rank: int, fault: str, folder: str) -> str:
     model = layers()
     pipeline = zbcompile.compile(
         model, RANKS, mesh=mesh, example_args=(x,), example_target=y, loss_fn=mse, verify=False,
-        num_microbatches=MICROBATCHES, profile=profile(), time_limit=0.3, stall_limit=10.0 if fault == "stalled" else 60.0,
+        num_microbatches=MICROBATCHES, profile=profile(), time_limit=0.3,
+        stall_limit=10.0 if fault == "stalled" else 60.0,
     )  # fmt: skip
     pipeline.step(x, target=y)
     if rank == 3:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
@@ -45,6 +47,32 @@ def in_torch(rank: int, text: str, form: str, rank_of: tuple[int, ...], count: i
     args: tuple[Any, ...] = (x,) if rank_of[0] == rank else ()
     runtime.step(*args, target=target if rank_of[-1] == rank else None)
     return {f"w{s}": module.weight.grad for s, module in modules.items() if module.weight.grad is not None}
+
+
+def sharded_in_torch(rank: int, text: str, rank_of: tuple[int, ...], count: int) -> dict[str, Tensor]:
+    """Run a CSV with messages in torch's runtime, two replicas, parameters of stages sharded over them.
+
+    Each replica has microbatches of its own. Returns the whole gradients of this rank's stages.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    state, device, place, replica = hand_state(len(rank_of)), torch.device("cpu"), rank // 2, rank % 2
+    modules = {
+        s: fully_shard(TorchStage(state[f"w{s}"]), mesh=mesh["dp"])
+        for s, r in enumerate(rank_of)
+        if r == place
+    }
+    group = mesh.get_group("pp")
+    stages = [PipelineStage(module, s, len(rank_of), device, group=group) for s, module in modules.items()]
+    runtime = _PipelineScheduleRuntime(stages, count, loss_fn=_loss, scale_grads=False)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "schedule.csv"
+        path.write_text(text)
+        runtime._load_csv(str(path), format="compute_comms")
+    batch = hand_batch(2 * count)[replica * count : (replica + 1) * count]
+    x, target = (torch.cat([pair[k] for pair in batch]) for k in range(2))
+    args: tuple[Any, ...] = (x,) if rank_of[0] == place else ()
+    runtime.step(*args, target=target if rank_of[-1] == place else None)
+    return {f"w{s}": module.weight.grad.full_tensor() for s, module in modules.items()}
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:

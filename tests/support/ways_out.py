@@ -487,6 +487,7 @@ def otherwise() -> dict[str, Any]:
         "gradient_dtype": torch.float32,
         "accumulate": "memory",
         "kept_gradients": True,
+        "post_validation": True,
         "microbatch_costs": (1, 2, 1, 1),
     }
 

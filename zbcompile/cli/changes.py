@@ -21,8 +21,8 @@ __all__ = ["CHANGES_HELP", "read_changes", "usual_changes"]
 
 CHANGES_HELP = (
     "plan the step with a change: memory=+20%%, +1 (microbatches), +2GiB, least or none; link=2x, +10ms, "
-    "2-3:2x or 2-3:+10ms; split=all, none or rule; placement=v; microbatches=+1. May be repeated; without a "
-    "value, the usual ones"
+    "2-3:2x or 2-3:+10ms; split=all, none or rule; placement=v; microbatches=+1; barrier=step or none. May "
+    "be repeated; without a value, the usual ones"
 )
 
 _UNITS = ((10**9, "s"), (10**6, "ms"), (10**3, "us"), (1, "ns"))
@@ -49,7 +49,7 @@ def _read(text: str, problem: Problem) -> Change:
     if reader is None or not equals:
         raise UsageError(
             f"{text[:40]!r} is no change",
-            needed="memory=, link=, split=, placement= or microbatches=",
+            needed="memory=, link=, split=, placement=, microbatches= or barrier=",
             fix="write the schedule first: zbcompile explain plan.json --what-if memory=+20%",
         )
     change = reader(value, problem)
@@ -145,12 +145,24 @@ def _microbatches(value: str, problem: Problem) -> Change:
     return changes.more_microbatches(problem, int(match.group(1)))
 
 
+def _barrier(value: str, problem: Problem) -> Change:
+    from zbcompile.planner import changes
+
+    kind, colon, snapshot = value.partition(":")
+    if value == "step":
+        return changes.with_barrier(problem)
+    if kind != "none":
+        raise _wrong("barrier", value, "step, none or none:2GiB")
+    return changes.without_barrier(problem, parse_bytes(snapshot) if colon else None)
+
+
 _READERS: dict[str, Callable[[str, Problem], Change]] = {
     "memory": _memory,
     "link": _link,
     "split": _split,
     "placement": _placement,
     "microbatches": _microbatches,
+    "barrier": _barrier,
 }
 
 
@@ -169,7 +181,7 @@ def usual_changes(problem: Problem, value_ns: int, crossed: tuple[int, int] | No
         texts.append(f"link={crossed[0]}-{crossed[1]}:+{_round(value_ns // 100)}")
     texts += ["split=all", "split=none", "split=rule"]
     texts += [f"placement={name}" for name in PLACEMENTS]
-    texts.append("microbatches=+1")
+    texts += ["microbatches=+1", "barrier=step", "barrier=none"]
     for text in texts:
         try:
             change = _read(text, problem)

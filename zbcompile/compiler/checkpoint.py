@@ -24,6 +24,7 @@ __all__ = [
     "load_model",
     "load_optimizer",
     "model_state",
+    "names_of",
     "optimizer_parts",
     "optimizer_state",
     "own_tensors",
@@ -132,7 +133,7 @@ def optimizer_state(trained: nn.Module, own: Collection[str], optimizer: Optimiz
     UsageError
         The optimizer holds a parameter that is none of the model's.
     """
-    name_of = _names(trained, optimizer)
+    name_of = names_of(trained, optimizer)
     flat: dict[str, Any] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -168,7 +169,7 @@ def optimizer_parts(
         Options of a parameter are missing, or differ within one of the optimizer's groups; or the optimizer
         holds a parameter that is none of the model's.
     """
-    name_of = _names(trained, optimizer)
+    name_of = names_of(trained, optimizer)
     whole = optimizer.state_dict()
     groups: list[dict[str, Any]] = []
     states: dict[int, dict[str, Any]] = {}
@@ -202,8 +203,14 @@ def optimizer_parts(
     return {"state": states, "param_groups": groups}
 
 
-def _names(trained: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, str]:
-    """Return the names of an optimizer's parameters."""
+def names_of(trained: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, str]:
+    """Return the names of the model's parameters.
+
+    Raises
+    ------
+    UsageError
+        The optimizer holds one that is none of them.
+    """
     names = {parameter: name for name, parameter in trained.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -29,6 +29,7 @@ from zbcompile.compiler.sharding import Shards, refuse_dtensors, refuse_wrapped
 from zbcompile.compiler.sharing import share_values, tell_evaluation
 from zbcompile.compiler.signature import described
 from zbcompile.compiler.unreduced import Unreduced
+from zbcompile.compiler.updates import Updates
 from zbcompile.errors import UsageError
 from zbcompile.formats.measured_json import Measured
 from zbcompile.options import CompileOptions
@@ -68,6 +69,10 @@ class StepResult:
     metrics: Mapping[str, Tensor]
 
 
+class _Void(Exception):
+    """The step does not count."""
+
+
 class CompiledPipeline:
     """A captured, planned and loaded pipeline.
 
@@ -84,6 +89,8 @@ class CompiledPipeline:
         The module that owns all tensors of the pipeline: the model, and the loss if it has any.
     step_number
         Number of the next step.
+    updates
+        Steps of optimizers that may not be validated yet.
     """
 
     def __init__(self, options: CompileOptions, group: PipelineGroup | None, form: TrainingForm) -> None:
@@ -97,6 +104,7 @@ class CompiledPipeline:
         self.guard, self.mode = ModelGuard(options.model, options.loss_fn), ModeGuard()
         self._kept_gradients, self._unreduced = KeptGradients(), Unreduced()
         self.step_number = 0
+        self.updates = Updates()
         self._evaluations: dict[str, Evaluation] = {}
         self._attach(group)
 
@@ -118,6 +126,7 @@ class CompiledPipeline:
     def _attach(self, group: PipelineGroup | None) -> None:
         self.group = group
         self._forms, self._last = FormTable(self.options, group, self.first), self.first
+        self._forms.before_compiling = self.updates.settle_within_call
         self._kept = KeptBuffers(self.first.changed_buffers(self.runner.rank))
         if group is not None:
             group.calls.own_state = self._own_state
@@ -177,8 +186,23 @@ class CompiledPipeline:
         share_losses: bool = False,
         reduce: bool = True,
     ) -> StepResult:
-        """Run one step. Gradients, buffers and the step's number change together at its end, or not."""
+        """Run one step. Gradients, buffers and the step's number change together at its end, or not.
+
+        Where the weights that it began with do not stand, it is run again with those that do.
+        """
+        result = self._run_step(batch, loss_scale, keep_results, share_losses, reduce)
+        if result is None:
+            self.updates.leave()
+            result = self._run_step(batch, loss_scale, keep_results, share_losses, reduce)
+            assert result is not None
+        return result
+
+    def _run_step(
+        self, batch: Batch, loss_scale: float, keep_results: bool, share_losses: bool, reduce: bool
+    ) -> StepResult | None:
+        """Run one step; return None, on all ranks alike, if it does not count (`Step.trial`)."""
         waits = self.num_replicas > 1 and not reduce
+        trial = self.updates.current
         with self.runner.call(f"step {self.step_number}") as call:
             with call.checks():
                 self.mode.check()
@@ -189,7 +213,10 @@ class CompiledPipeline:
                     "step_number": self.step_number,
                     "reduce": reduce,
                     "steps before the reduction": self.unreduced_steps,
+                    "calls of optimizer_step": self.updates.state,
                 }
+                if trial is not None:
+                    trial.check_untouched()
                 parts = self._forms.parts(batch, agreed)
                 count = sum(len(run.pieces) for _, run in parts)
                 self._unreduced.check(count, loss_scale)
@@ -210,17 +237,26 @@ class CompiledPipeline:
                     if waits or self._shards is not None:
                         # Nothing else makes the replicas meet before they have changed something.
                         self.group.barrier("the beginning of the step")
-            with self._kept.keep(state):
-                with torch_private.no_autocast():
-                    for (form, _), step in zip(parts, steps, strict=True):
-                        self._last = form
-                        self._share(form.runner)
-                        sums = form.runner.run(step, state)
-                divisor = count * self.num_replicas if self.options.scale_grads else None
-                gradients = divided(sums, parameters_of(state), divisor)
-                result = self._result(steps, weights, keep_results, share_losses)
-                later = self._unreduced.after(steps[-1].sums, count, loss_scale) if waits else Unreduced()
-                call.finish(lambda: self._take_effect(gradients, later))
+            if trial is not None:
+                trial.before_forward()
+            try:
+                with self._kept.keep(state):
+                    with torch_private.no_autocast():
+                        for (form, _), step in zip(parts, steps, strict=True):
+                            self._last = form
+                            self._share(form.runner)
+                            sums = form.runner.run(step, state)
+                    if trial is not None and trial.void(wait=True):
+                        raise _Void
+                    divisor = count * self.num_replicas if self.options.scale_grads else None
+                    gradients = divided(sums, parameters_of(state), divisor)
+                    result = self._result(steps, weights, keep_results, share_losses)
+                    later = self._unreduced.after(steps[-1].sums, count, loss_scale) if waits else Unreduced()
+                    call.finish(lambda: self._take_effect(gradients, later))
+            except _Void:
+                assert trial is not None
+                call.finish(trial.settle)
+                return None
         return result
 
     def _take_effect(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], later: Unreduced) -> None:
@@ -228,6 +264,7 @@ class CompiledPipeline:
         self._unreduced, self._has_run = later, True
         self._kept.release()
         self.step_number += 1
+        self.updates.current = None
         run_hooks(parameter for parameter, _ in gradients)
 
     def _steps(
@@ -255,6 +292,7 @@ class CompiledPipeline:
                     first,
                     sums,
                     ends_sums=False,
+                    trial=self.updates.current,
                 )
             )
             first += len(microbatches)
@@ -378,11 +416,18 @@ class CompiledPipeline:
 
     def _own_state(self) -> str:
         """Return what must be equal on all ranks, and may not be when some had finished a refused call."""
-        return json.dumps([self.step_number, list(self._evaluations), self._forms.names])
+        trial = self.updates.state[1]
+        return json.dumps([self.step_number, list(self._evaluations), self._forms.names, trial])
 
     def _follow_others(self, states: Sequence[str]) -> None:
-        """Take over the step's number, and keep the forms that all ranks have, in rank 0's order."""
+        """Take over the step's number, and keep the forms that all ranks have, in rank 0's order.
+
+        Weights that a rank has done with are on trial nowhere.
+        """
         rows = [json.loads(state) for state in states]
+        if len({row[3] for row in rows}) > 1:
+            self.updates.settle_within_call()
+            self.updates.current = None
         self.step_number = max(row[0] for row in rows)
         kept = [key for key in rows[0][1] if all(key in row[1] for row in rows)]
         for key in set(self._evaluations) - set(kept):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from zbcompile.compiler.observe import Observer
@@ -18,6 +18,7 @@ from zbcompile.passes.partition.cut_points import CutPoint
 from zbcompile.passes.partition.cuts import piece_cuts
 from zbcompile.passes.partition.partition import legal_cuts, partition
 from zbcompile.passes.profile.counted import counted_profile
+from zbcompile.passes.profile.measure import snapshot_bytes
 from zbcompile.passes.split.split_backward import Recompute, split_backward
 from zbcompile.schedule.costs import Link, Profile
 from zbcompile.schedule.cuts import CutProblem
@@ -46,6 +47,8 @@ class CutChoice:
         Of its ranks in millionths; empty: all alike.
     device
         That costs are counted for; None: the nominal one, and messages take no time.
+    post_validation
+        Whether a copy of the weights and the optimizer's state is held, too.
     recompute, skip
         As for `split_backward`.
     observer
@@ -60,6 +63,7 @@ class CutChoice:
     seed: int
     speeds: tuple[int, ...]
     device: Device | None
+    post_validation: bool
     recompute: Recompute
     skip: Collection[str]
     observer: Observer
@@ -99,8 +103,16 @@ class CutChoice:
         sources = partition(captured, len(cuts) + 1, split_points=lambda legal, count: cuts, device=device)
         graphs = split_backward(captured, sources, recompute=self.recompute, device=device, skip=self.skip)
         if device is not None:
-            return cuts, counted_profile(graphs, device)
-        return cuts, counted_profile(graphs, nominal_device(captured.device), Link())
+            pieces = counted_profile(graphs, device)
+        else:
+            pieces = counted_profile(graphs, nominal_device(captured.device), Link())
+        if self.post_validation:
+            costs = (
+                replace(cost, static_bytes=cost.static_bytes + snapshot_bytes(cost.gradient_bytes))
+                for cost in pieces.stages
+            )
+            pieces = replace(pieces, stages=tuple(costs))
+        return cuts, pieces
 
 
 def cut_choice(
@@ -127,6 +139,7 @@ def cut_choice(
         options.seed,
         options.rank_speeds,
         options.profile if isinstance(options.profile, Device) else None,
+        options.post_validation,
         "none" if options.recompute == "auto" else options.recompute,
         options.skip,
         observer,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from zbcompile.compiler.call import Batch
 from zbcompile.compiler.call_form import CallForm
@@ -34,11 +34,14 @@ class FormTable:
     ----------
     first
         As given.
+    before_compiling
+        Called before a form is compiled, on all ranks.
     """
 
     def __init__(self, options: CompileOptions, group: PipelineGroup | None, first: TrainingForm) -> None:
         self._options, self._group, self.first = options, group, first
         self._forms = {first.name: first}
+        self.before_compiling: Callable[[], None] = lambda: None
 
     @property
     def names(self) -> list[str]:
@@ -93,6 +96,7 @@ class FormTable:
             name = form_name(count, shapes)
             form = self._forms.pop(name, None)
             if form is None:
+                self.before_compiling()
                 example = examples(run, shapes, self.first.call.flat_example)
                 call = CallForm(self.first.call.signature, example)
                 form = further_form(self._options, self._group, [self.first, *self._forms.values()], call)

@@ -20,7 +20,16 @@ from zbcompile.compiler.sharding import local
 from zbcompile.errors import PipelineError, UsageError
 from zbcompile.runtime.group import PipelineGroup
 
-__all__ = ["clip", "gradient_norms", "total_norm"]
+__all__ = [
+    "clip",
+    "clip_factor",
+    "gradient_norms",
+    "in_order",
+    "norms_of_texts",
+    "norms_text",
+    "own_norms",
+    "total_norm",
+]
 
 _DTYPES = {str(d): d for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 """Dtypes of norms."""
@@ -55,15 +64,24 @@ def gradient_norms(
     UsageError
         The ranks call with different arguments, or different calls.
     """
-    found = {
-        name: torch.linalg.vector_norm(local(p.grad), norm_type)
-        for name, p in own.items()
-        if p.grad is not None
-    }
+    found = own_norms(own, norm_type)
     if group is not None:
         refuse_shards(group, asked)
-        found = _of_all_ranks(found, group, norm_type, asked)
-    return {name: found[name] for name, _ in trained.named_parameters() if name in found}
+        with group.calls.meeting(asked):
+            texts = group.gather(norms_text(found, asked), "the norms of gradients")
+        found = norms_of_texts(texts, found, asked, norm_type if len(group.shards) > 1 else None)
+    return in_order(trained, found)
+
+
+def own_norms(own: Mapping[str, nn.Parameter], norm_type: float) -> dict[str, Tensor]:
+    """Return the norms of this process's gradients, or of its parts of them, by name."""
+    grads = {name: local(p.grad) for name, p in own.items() if p.grad is not None}
+    return {name: torch.linalg.vector_norm(grad, norm_type) for name, grad in grads.items()}
+
+
+def in_order(trained: nn.Module, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return norms in the order of the model's parameters."""
+    return {name: norms[name] for name, _ in trained.named_parameters() if name in norms}
 
 
 def total_norm(norms: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool = False) -> Tensor:
@@ -89,13 +107,29 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor) -> 
     nn.utils.clip_grads_with_norm_(cast("list[Tensor]", grads), max_norm, total)
 
 
-def _of_all_ranks(
-    own: Mapping[str, Tensor], group: PipelineGroup, norm_type: float, asked: str
+def clip_factor(max_norm: float, total: Tensor) -> Tensor:
+    """Return what `torch.nn.utils.clip_grads_with_norm_` multiplies every gradient by; 1: nothing is due."""
+    return torch.clamp(max_norm / (total + 1e-6), max=1.0)
+
+
+def norms_text(own: Mapping[str, Tensor], asked: str) -> str:
+    """Return norms of this process's gradients, and the call ``asked`` in words, as text for the others."""
+    return json.dumps([asked, {name: [float(norm).hex(), str(norm.dtype)] for name, norm in own.items()}])
+
+
+def norms_of_texts(
+    texts: Sequence[str], own: Mapping[str, Tensor], asked: str, of_parts: float | None = None
 ) -> dict[str, Tensor]:
-    numbers = {name: [float(norm).hex(), str(norm.dtype)] for name, norm in own.items()}
-    text = json.dumps([asked, numbers])
-    with group.calls.meeting(asked):
-        parts = [json.loads(part) for part in group.gather(text, "the norms of gradients")]
+    """Return the norms in the texts of all ranks, by name, on the device of this process's.
+
+    ``of_parts``: every rank has another part of a gradient, and this is the order of the norm.
+
+    Raises
+    ------
+    UsageError
+        A rank was asked for something else.
+    """
+    parts = [json.loads(text) for text in texts]
     other = next((rank for rank, (words, _) in enumerate(parts) if words != asked), None)
     if other is not None:
         raise UsageError(
@@ -111,6 +145,6 @@ def _of_all_ranks(
         for name, (number, dtype) in numbers.items():
             norm = torch.tensor(float.fromhex(number), dtype=_DTYPES[dtype], device=device)
             found.setdefault(name, []).append(norm)
-    if len(group.shards) > 1:  # each rank has another part of a gradient
-        return {name: torch.linalg.vector_norm(torch.stack(n), norm_type) for name, n in found.items()}
+    if of_parts is not None:
+        return {name: torch.linalg.vector_norm(torch.stack(n), of_parts) for name, n in found.items()}
     return {name: norms[0] for name, norms in found.items()}

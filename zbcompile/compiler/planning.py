@@ -23,7 +23,7 @@ from zbcompile.errors import CheckError, InfeasibleError, NoOrderError, UsageErr
 from zbcompile.formats import schedule_json
 from zbcompile.options import CompileOptions
 from zbcompile.passes.profile.counted import counted_profile
-from zbcompile.passes.profile.measure import edges_of, measure
+from zbcompile.passes.profile.measure import edges_of, measure, snapshot_bytes, static_bytes_of
 from zbcompile.passes.split.recompute import AUTO
 from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.passes.split.staged_model import StagedModel
@@ -293,6 +293,21 @@ def _counting_gradients(profile: Profile, options: CompileOptions, staged: Stage
         own = [state[name] for name in stage.trainable]
         size = sum(t.numel() * sum_dtype(t, options.gradient_dtype).itemsize for t in own)
         stages.append(replace(cost, gradient_bytes=cost.gradient_bytes or size))
+    return _counting_snapshot(replace(profile, stages=tuple(stages)), options, staged)
+
+
+def _counting_snapshot(profile: Profile, options: CompileOptions, staged: StagedModel) -> Profile:
+    """Return the profile with what undoes a step of the optimizer, where steps are validated later.
+
+    A profile that states as many static bytes as that, such as the one of a checkpoint's plan, is kept.
+    """
+    if not options.post_validation:
+        return profile
+    state, stages = staged.captured.state, []
+    for stage, cost in zip(staged.stages, profile.stages, strict=True):
+        held = static_bytes_of(stage, state) + _wider_bytes(stage, options, staged)
+        needed = held + snapshot_bytes(sum(state[name].nbytes for name in stage.trainable))
+        stages.append(replace(cost, static_bytes=max(cost.static_bytes, needed)))
     return replace(profile, stages=tuple(stages))
 
 
@@ -314,7 +329,7 @@ def _profile(
         return _counting_gradients(_with_edges_of(options.profile, staged), options, staged)
     if isinstance(options.profile, Device):
         profile = counted_profile(staged.stages, options.profile, others=others)
-        profile = _with_wide_gradients(profile, options, staged)
+        profile = _with_own_bytes(profile, options, staged)
         observer("counted", profile)
         return profile
     empty = [name for name, tensor in staged.captured.state.items() if tensor.is_meta]
@@ -327,22 +342,25 @@ def _profile(
     profile = measure(
         staged.stages, staged.captured.state, call.flat_example, together=together, others=others
     )
-    profile = _with_wide_gradients(profile, options, staged)
+    profile = _with_own_bytes(profile, options, staged)
     observer("measure", profile)
     return profile
 
 
-def _with_wide_gradients(profile: Profile, options: CompileOptions, staged: StagedModel) -> Profile:
-    """Return the profile with the bytes by which gradients are wider than their parameters."""
-    if options.gradient_dtype is None:
-        return profile
-    state, stages = staged.captured.state, []
+def _with_own_bytes(profile: Profile, options: CompileOptions, staged: StagedModel) -> Profile:
+    """Return a profile of the stages with what the options add: wider gradients, what undoes a step."""
+    stages = []
     for stage, cost in zip(staged.stages, profile.stages, strict=True):
-        own = [state[name] for name in stage.trainable]
-        wider = sum(t.numel() * (sum_dtype(t, options.gradient_dtype).itemsize - t.itemsize) for t in own)
+        wider = _wider_bytes(stage, options, staged)
         static, gradients = cost.static_bytes + wider, cost.gradient_bytes + wider
         stages.append(replace(cost, static_bytes=static, gradient_bytes=gradients))
-    return replace(profile, stages=tuple(stages))
+    return _counting_snapshot(replace(profile, stages=tuple(stages)), options, staged)
+
+
+def _wider_bytes(stage: StageGraphs, options: CompileOptions, staged: StagedModel) -> int:
+    """Return the bytes by which the gradients of a stage are wider than its parameters."""
+    own = [staged.captured.state[name] for name in stage.trainable]
+    return sum(t.numel() * (sum_dtype(t, options.gradient_dtype).itemsize - t.itemsize) for t in own)
 
 
 def _with_edges_of(profile: Profile, staged: StagedModel) -> Profile:

@@ -24,6 +24,8 @@ __all__ = [
     "more_microbatches",
     "placed",
     "slower_link",
+    "with_barrier",
+    "without_barrier",
     "without_caps",
 ]
 
@@ -91,6 +93,39 @@ def without_caps(problem: Problem) -> Change:
     """Give every rank all memory that it wants."""
     _caps(problem)
     return Change("no cap on memory", problem.with_(caps=(None,) * problem.num_ranks))
+
+
+def with_barrier(problem: Problem) -> Change:
+    """Let all ranks meet between two steps, for a norm of all gradients: the makespan counts."""
+    return Change("with a barrier (makespan)", problem.with_(objective="makespan"))
+
+
+def without_barrier(problem: Problem, snapshot: int | None = None) -> Change:
+    """Let no rank wait for others before its update: the span counts, and what can undo an update is held.
+
+    Parameters
+    ----------
+    snapshot
+        Bytes that a rank holds for that. Default: a copy of the parameters and of two tensors of optimizer
+        state for each, as large as the gradients that the profile states.
+
+    Raises
+    ------
+    UsageError
+        The profile does not state the bytes of gradients.
+    """
+    stages, caps = problem.profile.stages, []
+    for rank, cap in enumerate(problem.caps):
+        own = [stages[s] for s in problem.placement.stages_of(rank)]
+        if cap is not None and snapshot is None and not any(stage.gradient_bytes for stage in own):
+            raise UsageError(
+                "the profile does not say how large the gradients are, and so not what undoes an update",
+                where=f"rank {rank}",
+                fix="write barrier=none:2GiB, with the bytes that a rank holds for that",
+            )
+        held = 3 * sum(stage.gradient_bytes for stage in own) if snapshot is None else snapshot
+        caps.append(None if cap is None else max(0, cap - held))
+    return Change("without a barrier (span)", problem.with_(objective="span", caps=tuple(caps)))
 
 
 def faster_link(problem: Problem, factor: int, pair: tuple[int, int] | None = None) -> Change:

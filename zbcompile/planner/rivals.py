@@ -87,6 +87,8 @@ def _rival(
     problem: Problem, name: str, placement: Placement, make: Callable[[int], Codes | None], why_none: str
 ) -> Rival:
     halves = problem.num_stages == problem.num_ranks
+    if problem.num_ranks == 1:
+        return Rival(name, halves, problem, why="one rank has no bubble")
     if problem.num_stages % problem.num_ranks:
         return Rival(name, halves, problem, why="its stages do not divide evenly among the ranks")
     if problem.placement != placement:

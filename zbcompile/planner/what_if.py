@@ -21,7 +21,7 @@ from zbcompile.planner.plan import plan
 from zbcompile.planner.starts.fused_patterns import rule_of_thumb
 from zbcompile.schedule.check import checked_times
 from zbcompile.schedule.ir import Placement, Schedule
-from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.problem import Objective, Problem
 
 __all__ = ["Outcome", "Worth", "activation_worth", "what_if"]
 
@@ -47,6 +47,8 @@ class Outcome:
         Why nothing fits.
     schedule
         The order.
+    objective
+        What the value is: the span, or the makespan.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Outcome:
     lineage: tuple[str, ...] = ()
     why_not: str = ""
     schedule: Schedule | None = None
+    objective: Objective = "span"
 
     @property
     def proved(self) -> bool:
@@ -131,7 +134,7 @@ def what_if(
             found = _with_known(change, known, variants, found)
         if change.problem is problem and change.fusing is Fusing.AUTO and found.schedule is not None:
             known.append(found.schedule)
-        yield found
+        yield replace(found, objective=change.problem.objective)
 
 
 def _planned(change: Change, share: float, seed: int, tell: Callable[[Progress], None]) -> Outcome:

@@ -109,6 +109,10 @@ class DistributedCalls:
         """Return a meeting between two calls, to be entered."""
         return DistributedCall(self, words, counted=False)
 
+    def waiting_alone(self, words: str) -> DistributedCall:
+        """Return a wait of this rank between two calls, in which it meets nobody, to be entered."""
+        return DistributedCall(self, words, counted=False, alone=True)
+
     def building(self, words: str) -> DistributedCall:
         """Return a part of the build, to be entered: the rank that fails raises its own error."""
         return DistributedCall(self, words, own_error=True)
@@ -170,13 +174,22 @@ class DistributedCall:
         Whether the ranks count it; a meeting between two calls belongs to the call before it.
     own_error
         Whether the rank that fails raises its own error and not a `PipelineError`.
+    alone
+        Whether no other rank takes part: a refusal that this rank has raised for does not concern the call,
+        and is settled later.
     """
 
     def __init__(
-        self, calls: DistributedCalls, words: str, *, counted: bool = True, own_error: bool = False
+        self,
+        calls: DistributedCalls,
+        words: str,
+        *,
+        counted: bool = True,
+        own_error: bool = False,
+        alone: bool = False,
     ) -> None:
         self._calls, self._watchdog, self._words = calls, calls.watchdog, words
-        self._counted, self._own_error = counted, own_error
+        self._counted, self._own_error, self._alone = counted, own_error, alone
         self._open = self._finished = False
         self._refused: BaseException | None = None
 
@@ -200,7 +213,7 @@ class DistributedCall:
         """Go on after a refusal, or raise for one that this rank has not raised for."""
         watchdog = self._watchdog
         watchdog.gentle = watchdog.needs_all = self._own_error
-        if watchdog.refused is None:
+        if watchdog.refused is None or (self._alone and watchdog.told):
             watchdog.check()
         elif watchdog.told and self._counted:
             self._calls.settle()
@@ -229,9 +242,14 @@ class DistributedCall:
     def finish(self, action: Callable[[], None]) -> None:
         """Let the call take effect: ``action`` runs as a whole, or not at all if the call has been ended."""
         with deferred_signals():
-            self._watchdog.finish()
+            self._pass_end()
             self._finished = True
             action()
+
+    def _pass_end(self) -> None:
+        dirty = self._watchdog.dirty
+        self._watchdog.finish()
+        self._watchdog.dirty = dirty and self._alone
 
     @shielded
     def __exit__(
@@ -242,7 +260,7 @@ class DistributedCall:
         try:
             if error is None and not self._finished:
                 try:
-                    self._watchdog.finish()
+                    self._pass_end()
                 except Ended as ended:
                     error = ended
             instead = None if error is None else self._instead_of(error)

@@ -24,6 +24,7 @@ from zbcompile.runtime.calls import DistributedCalls
 from zbcompile.runtime.connections import FOREVER, Tripwire, break_connections, leave_group
 from zbcompile.runtime.doing import ANY_RANK
 from zbcompile.runtime.grid import Place
+from zbcompile.runtime.late_meeting import LateMeeting
 from zbcompile.runtime.meetings import Meetings
 from zbcompile.runtime.store_thread import StoreError, connect
 from zbcompile.runtime.watchdog import SILENT, Watchdog
@@ -247,6 +248,10 @@ class PipelineGroup:
     def gather(self, text: str, what: str = "the exchange") -> list[str]:
         """Return every rank's text, by rank, on every rank."""
         return [str(t) for t in json.loads(self._meet(what, text, json.dumps))]
+
+    def late_meeting(self, what: str, number: int, text: str) -> LateMeeting:
+        """Leave a text for all ranks without waiting for theirs, as `LateMeeting` says."""
+        return LateMeeting(self.watchdog, self._meetings, what, number, text)
 
     def barrier(self, what: str = "the meeting") -> None:
         """Return when every rank is here."""

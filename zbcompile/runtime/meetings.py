@@ -7,11 +7,9 @@ they belong to, which all ranks count alike.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
@@ -21,18 +19,13 @@ from torch.distributed.distributed_c10d import Store
 from zbcompile.errors import PipelineError
 from zbcompile.runtime.aside import run_aside
 from zbcompile.runtime.doing import Doing
+from zbcompile.runtime.store_texts import pause_s, put_text, reader
 from zbcompile.runtime.store_thread import StoreError
 from zbcompile.runtime.watchdog import Watchdog
 
 __all__ = ["Meetings"]
 
 T = TypeVar("T")
-
-_PART = 4 << 20
-"""Characters of one value in the store; `torch.distributed.TCPStore` refuses values above 8 MiB."""
-
-_SHORTEST_S, _LONGEST_S = 0.001, 0.05
-"""Pauses between two looks for what is not there yet: an eighth of the time waited, within these."""
 
 
 class Meetings:
@@ -90,10 +83,10 @@ class Meetings:
             rows = [json.loads(row) for row in (mine, *self._fetch(theirs, what, 0.0))]
             apart = _apart({rank: str(row[0]) for rank, row in enumerate(rows)})
             told = json.dumps([apart, "" if apart else answer([str(row[1]) for row in rows])])
-            self._ask(lambda store: _put(store, everyone[0], told))
+            self._ask(lambda store: put_text(store, everyone[0], told))
             self._forget([name for name, _ in theirs] + [everyone[0]])
         else:
-            self._ask(lambda store: _put(store, f"{key}/{self._rank}", mine))
+            self._ask(lambda store: put_text(store, f"{key}/{self._rank}", mine))
             told = self._fetch([everyone], what, extra_s)[0]
         apart, found = map(str, json.loads(told))
         if apart:
@@ -129,7 +122,7 @@ class Meetings:
                 )
             return str(said)
         said = text or ""
-        self._ask(lambda store: _put(store, key, json.dumps([what, said])))
+        self._ask(lambda store: put_text(store, key, json.dumps([what, said])))
         self._said.append((self._call, key))
         # A rank is behind by no more calls than there are ranks: their messages hold the others back.
         old = [k for call, k in self._said if call < self._call - 2 * self._size]
@@ -149,7 +142,7 @@ class Meetings:
             What this rank waits for, as in `Doing`.
         """
         with self.waiting(words, peer, extra_s):
-            return self._result(run_aside(function, "zbcompile waits"))
+            return self.result(run_aside(function, "zbcompile waits"))
 
     @contextlib.contextmanager
     def waiting(self, words: str, peer: int, extra_s: float = 0.0) -> Iterator[None]:
@@ -178,22 +171,23 @@ class Meetings:
                 rank = wanted[len(found)][1]
                 words = f"waits for rank {rank} to come to {what}"
                 watchdog.doing = Doing(words, rank, begin, extra_s)
-                there, lost = self._ask(_reader(wanted[len(found) :]))
+                there, lost = self._ask(reader(wanted[len(found) :]))
                 found += there
                 if len(found) == len(wanted):
                     return found
                 if lost and not there:
                     watchdog.broken(rank, words)
-                time.sleep(min(_LONGEST_S, max(_SHORTEST_S, (time.monotonic() - begin) / 8)))
+                time.sleep(pause_s(begin))
                 watchdog.check()
 
     def _ask(self, question: Callable[[Store], T]) -> T:
         try:
-            return self._result(self._store.submit(question))
+            return self.result(self._store.submit(question))
         except StoreError:
             self._watchdog.lost_store()
 
-    def _result(self, future: Future[T]) -> T:
+    def result(self, future: Future[T]) -> T:
+        """Return what a future brings. Raises `Ended` if the call is ended before."""
         while True:
             try:
                 return future.result(0.05)
@@ -223,32 +217,3 @@ def _apart(whats: Mapping[int, str]) -> str:
     ranks = {what: [str(r) for r, other in whats.items() if other == what] for what in whats.values()}
     words = (f"rank{'s' * (len(r) > 1)} {', '.join(r)} in {what}" for what, r in ranks.items())
     return f"the ranks are in different meetings: {'; '.join(words)}"
-
-
-def _put(store: Store, key: str, text: str) -> None:
-    """Write a text of any length, its first part last."""
-    data = base64.b64encode(zlib.compress(text.encode(), 1)).decode()
-    parts = [data[k : k + _PART] for k in range(0, len(data), _PART)]
-    for k, part in enumerate(parts[1:]):
-        store.set(f"{key}#{k}", part)
-    store.set(key, f"{len(parts) - 1} {parts[0]}")
-
-
-def _get(store: Store, key: str) -> str:
-    head, _, data = store.get(key).decode().partition(" ")
-    rest = [store.get(f"{key}#{k}").decode() for k in range(int(head))]
-    return zlib.decompress(base64.b64decode(data + "".join(rest))).decode()
-
-
-def _reader(wanted: Sequence[tuple[str, int]]) -> Callable[[Store], tuple[list[str], bool]]:
-    """Return a question for the values that are there, and for whether the rank of the next one is lost."""
-
-    def question(store: Store) -> tuple[list[str], bool]:
-        found: list[str] = []
-        for key, rank in wanted:
-            if not store.check([key]):
-                return found, bool(store.check([f"lost/{rank}"]))
-            found.append(_get(store, key))
-        return found, False
-
-    return question

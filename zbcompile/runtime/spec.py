@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from zbcompile.runtime.wiring import RunnableStage, Wiring
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Accumulate
 
-__all__ = ["PipelineSpec", "Step"]
+__all__ = ["PipelineSpec", "Step", "Trial"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,21 @@ class PipelineSpec:
         return any(stage.trainable for stage in self.stages)
 
 
+class Trial(Protocol):
+    """Decides whether a step that has begun counts: it was begun before all ranks had agreed on its weights.
+
+    All ranks learn the same, each at its own time. A void step computes nothing more, but every message of it
+    is still sent and received, so that the next step finds the channels empty.
+    """
+
+    def void(self, wait: bool) -> bool:
+        """Return whether the step is known not to count; with ``wait``, wait until it is known.
+
+        A rank waits before its first backward. By then all ranks have begun the step, at least those whose
+        loss it needs; its gradients, and what backing out of the weights needs, are never held together.
+        """
+
+
 @dataclass
 class Step:
     """One training or evaluation step: its inputs, and what comes out on one rank.
@@ -100,6 +116,8 @@ class Step:
         Rank -> its sums of gradients; given on from a part of the step to the next.
     ends_sums
         Whether the sums are complete at its end: those of tied parameters and of replicas are then summed.
+    trial
+        Whether the step counts; None: it does.
     losses
         Microbatch -> loss; filled by the step.
     results
@@ -114,5 +132,6 @@ class Step:
     first: int = 0
     sums: dict[int, GradientSums] = field(default_factory=dict)
     ends_sums: bool = True
+    trial: Trial | None = None
     losses: dict[int, Tensor] = field(default_factory=dict)
     results: dict[tuple[int, int], dict[int, Tensor]] = field(default_factory=dict)

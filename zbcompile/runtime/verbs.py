@@ -24,7 +24,7 @@ from zbcompile.runtime.recorder import Recorder
 from zbcompile.runtime.spec import PipelineSpec, Step
 from zbcompile.runtime.tied import sum_tied
 from zbcompile.runtime.wait import Wait, Waits
-from zbcompile.runtime.wiring import Saved
+from zbcompile.runtime.wiring import Saved, zeros_of
 from zbcompile.schedule.ir import Kind
 
 __all__ = ["Rank"]
@@ -133,6 +133,9 @@ class Rank:
     def backward_input(self, stage: int, microbatch: int) -> Waits:
         """B: compute the gradients of the stage's inputs; keep what W needs."""
         yield self._wait_for_gradients(Kind.BACKWARD_INPUT, stage, microbatch)
+        if self._is_void(wait=True):
+            self._pass_gradients(stage, microbatch)
+            return
         call = self.spec.stages[stage].run_backward_input
         saved, tangents = self._saved.pop((stage, microbatch)), self._tangents(stage, microbatch)
         grads, saved = self._run(Kind.BACKWARD_INPUT, stage, microbatch, call, saved, tangents)
@@ -141,6 +144,8 @@ class Rank:
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
         """W: compute the gradients of the stage's parameters and add them to the step's sums."""
+        if self._is_void(wait=True):
+            return
         call = self.spec.stages[stage].run_backward_weight
         saved = self._saved_for_weight.pop((stage, microbatch))
         grads = self._run(Kind.BACKWARD_WEIGHT, stage, microbatch, call, saved)
@@ -149,6 +154,9 @@ class Rank:
     def full_backward(self, stage: int, microbatch: int) -> Waits:
         """BW: B and W in one."""
         yield self._wait_for_gradients(Kind.FULL_BACKWARD, stage, microbatch)
+        if self._is_void(wait=True):
+            self._pass_gradients(stage, microbatch)
+            return
         call = self.spec.stages[stage].run_full_backward
         saved, tangents = self._saved.pop((stage, microbatch)), self._tangents(stage, microbatch)
         grads, weights = self._run(Kind.FULL_BACKWARD, stage, microbatch, call, saved, tangents)
@@ -279,13 +287,32 @@ class Rank:
     def _run_forward(
         self, stage: int, microbatch: int, inputs: list[Tensor]
     ) -> tuple[list[Tensor], Saved | None]:
-        run = self.spec.stages[stage].run_forward
-        if stage not in self.spec.random_stages:
-            return run(self.state, inputs)
-        with stream(
-            stream_seed(self.spec.seed, self.step.number, stage, self.step.first + microbatch), self.device
-        ):
-            return run(self.state, inputs)
+        """Run a stage; outputs of a void step are zeros, of which nobody uses more than the shapes."""
+        runnable = self.spec.stages[stage]
+        if self._is_void(wait=False):
+            return [zeros_of(port) for port in runnable.outputs], None
+        try:
+            if stage not in self.spec.random_stages:
+                return runnable.run_forward(self.state, inputs)
+            seed = stream_seed(self.spec.seed, self.step.number, stage, self.step.first + microbatch)
+            with stream(seed, self.device):
+                return runnable.run_forward(self.state, inputs)
+        except Exception:
+            if not self._is_void(wait=True):  # values that do not count may be what it stumbled over
+                raise
+            return [zeros_of(port) for port in runnable.outputs], None
+
+    def _is_void(self, *, wait: bool) -> bool:
+        trial = self.step.trial
+        return trial is not None and trial.void(wait)
+
+    def _pass_gradients(self, stage: int, microbatch: int) -> None:
+        """Take and give the messages of a backward of a void step, and nothing else."""
+        self._saved.pop((stage, microbatch), None)
+        self._tangents(stage, microbatch)
+        inputs = self.spec.stages[stage].inputs
+        grads = [zeros_of(port) if port.has_gradient else None for port in inputs]
+        self._put_gradients(stage, microbatch, grads)
 
     def _wait_for_gradients(self, kind: Kind, stage: int, microbatch: int) -> Wait:
         sources = self.spec.wiring.tables[stage].backward_from

@@ -277,6 +277,11 @@ class Watchdog:
         self._end_without_store()
         raise Ended
 
+    @property
+    def stopped(self) -> bool:
+        """Whether this rank is gone on purpose."""
+        return self._stop.is_set()
+
     def stop(self) -> None:
         """Say that this rank is gone on purpose, and end the threads."""
         self._stop.set()

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["PortLike", "RunnableStage", "Saved", "StageTable", "Wiring"]
+__all__ = ["PortLike", "RunnableStage", "Saved", "StageTable", "Wiring", "zeros_of"]
 
 Saved = list[object]
 """What one phase of a stage leaves for the next. The runtime holds it and never looks into it."""
@@ -48,6 +48,11 @@ class PortLike(Protocol):
     def is_result(self) -> bool: ...
     @property
     def is_loss(self) -> bool: ...
+
+
+def zeros_of(port: PortLike) -> Tensor:
+    """Return a tensor, or a gradient, such as passes through a port, of zeros."""
+    return torch.zeros(port.shape, dtype=port.dtype, device=port.device)
 
 
 class RunnableStage(Protocol):

@@ -139,6 +139,7 @@ def _folded(timeline: Timeline, steady: Steady, longest_ns: int, columns: int) -
     rest = columns - 2
     true = rest * steady.period_ns // (before + steady.period_ns + after)
     wide = max(true, min((_room(timeline) + 1) * most, rest // 3), _LEAST_PART)
+    wide = min(wide, rest - 2 * _LEAST_PART)
     rest -= wide
     left = min(rest - _LEAST_PART, max(_LEAST_PART, rest * before // max(1, before + after)))
     return (

@@ -100,6 +100,7 @@ def _why_split(choice: Choice, reason: RankReason) -> str:
     if choice.cause is Cause.MISSED:
         return f"fused they would save {_time(choice.change_ns)}, which the search has missed"
     why = {
+        Cause.SAVING: f"BW takes {_time(-reason.saving_ns)} more than B and W",
         Cause.TRAVEL: f"W hides the travel of gradients, {_time(reason.travel_ns or 0)} each",
         Cause.MEMORY: "memory decides",
     }.get(choice.cause, "their W's fill waits")

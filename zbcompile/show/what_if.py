@@ -151,6 +151,7 @@ def what_if_json(found: WhatIf) -> dict[str, object]:
 def _row(found: WhatIf, row: Outcome) -> dict[str, object]:
     return {
         "name": row.name,
+        "objective": row.objective,
         "value_ns": row.value_ns,
         "bound_ns": row.bound_ns,
         "against_as_it_is_ns": found.gain(row),
