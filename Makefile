@@ -7,6 +7,9 @@
 #   make fuzz N=10000          random command lines, files and shells; FIRST=123 N=1 runs one seed
 #   make prove N=2000          the last-round-trip bound against the exact model; FIRST=123 N=1 shows one problem
 #                              PROVE="--plans --seconds 10": plans under all send modes, and how many are proved
+#   make release-check         builds wheel and sdist, installs and uses them on Python 3.11, 3.12, 3.13 (PYTHONS=...)
+#   make gpu-check             what a GPU makes of it, in at most five minutes; report in gpu-check.json. Needs a Python
+#                              with torch and nothing else; DEVICE=cpu runs it without a GPU, GPU_PYTHON=... with another
 #   make test-compatible       the bitwise tests of the passes under another instruction set
 #   make docs                  the documentation, to build/site/index.html; any warning is an error
 
@@ -18,6 +21,8 @@ N ?= 500
 FIRST ?= 0
 KILL_POINTS ?= 100
 KILL_SEED ?= 0
+DEVICE ?= cuda
+GPU_REPORT ?= gpu-check.json
 
 COMPATIBLE := tests/passes/joint tests/passes/split/test_split.py tests/passes/verify \
 	tests/passes/split/test_structural_hash.py tests/passes/test_kernel_strides.py tests/runtime/test_in_process.py \
@@ -29,10 +34,12 @@ VENV := $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(TORCH)
 
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-compatible lint docs models kill fuzz prove install wheel clean
+.PHONY: gpu-check release-check demo test test-compatible lint docs models kill fuzz prove install wheel clean
 
 install: $(READY)
 
@@ -43,6 +50,12 @@ $(READY): constraints.txt pyproject.toml
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt setuptools wheel build torch==$(TORCH)
 	$(BIN)/python -m pip install -q -c $(VENV)/constraints.txt --no-build-isolation -e '.[test,lint]'
 	touch $@
+
+gpu-check:
+	PYTHONPATH=$(CURDIR) $(GPU_PYTHON) -m zbcompile selftest --device $(DEVICE) -o $(GPU_REPORT)
+
+release-check: $(READY)
+	$(BIN)/python -m tests.release $(PYTHONS)
 
 demo: $(READY)
 	$(BIN)/zbcompile demo

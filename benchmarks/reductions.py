@@ -12,7 +12,7 @@ from dataclasses import replace
 from zbcompile.planner.plan import plan
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
-from zbcompile.schedule.problem import OBJECTIVES, Problem
+from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, simulate
 
 __all__ = ["main", "reduction_ns"]
@@ -30,7 +30,7 @@ def reduction_ns(stages: int) -> int:
     return passed * 1_000_000_000 // _BYTES_PER_SECOND
 
 
-def problem(row: dict[str, int], placement: Placement, objective: str) -> Problem:
+def problem(row: dict[str, int], placement: Placement) -> Problem:
     """The published profile with its stages in equal parts, at 1p (looped: Megatron's cap), no reductions."""
     p, parts = placement.num_ranks, placement.num_stages // placement.num_ranks
     times = (row["forward_us"], row["backward_input_us"], row["backward_weight_us"])
@@ -39,7 +39,7 @@ def problem(row: dict[str, int], placement: Placement, objective: str) -> Proble
     )
     profile = Profile.uniform(stage, placement.num_stages, row["comm_us"] * 1000)
     held = 2 * (p - 1) + (parts - 1) * p + 1 if placement.name == "looped" else parts * p
-    return Problem.of(profile, placement, row["num_microbatches"], held * row["saved_units"], objective)
+    return Problem.of(profile, placement, row["num_microbatches"], held * row["saved_units"])
 
 
 def _exposed(timeline: Timeline) -> str:
@@ -48,22 +48,26 @@ def _exposed(timeline: Timeline) -> str:
 
 
 def main(row: dict[str, int]) -> None:
-    """Print a line per placement and objective: value and exposed reductions, without and with planning."""
+    """Print a line per placement: span and exposed reductions, without and with planning."""
     p = row["num_ranks"]
-    print(f"{'row':22} {'order of a step without':>32} {'planned with reductions':>32}")
+    print(f"{'row':8} {'order of a step without':>35} {'planned with reductions':>35}")
     for placement in (Placement.linear(p), Placement.v(p), Placement.looped(p)):
-        for objective in OBJECTIVES:
-            plain = problem(row, placement, objective)
-            reduce_ns = reduction_ns(placement.num_stages)
-            stages = tuple(replace(stage, reduce_ns=reduce_ns) for stage in plain.profile.stages)
-            whole = plain.with_(profile=replace(plain.profile, stages=stages))
-            before, after = (plan(q, level=_LEVEL, time_limit_s=600.0) for q in (plain, whole))
-            old, new = (simulate(found.schedule, whole) for found in (before, after))
-            certificate = after.certificate
-            print(
-                f"{placement.name} {objective:9} {old.value_ns / 1e6:9.3f} exposed {_exposed(old)}"
-                f" {new.value_ns / 1e6:9.3f} exposed {_exposed(new)}"
-                f"  {new.value_ns / old.value_ns - 1:+.2%}, bound {certificate.bound_ns / 1e6:.3f}"
-                f" {certificate.method} {certificate.status}",
-                flush=True,
-            )
+        line(row, placement)
+
+
+def line(row: dict[str, int], placement: Placement) -> None:
+    """Print one line."""
+    plain = problem(row, placement)
+    reduce_ns = reduction_ns(placement.num_stages)
+    stages = tuple(replace(stage, reduce_ns=reduce_ns) for stage in plain.profile.stages)
+    whole = plain.with_(profile=replace(plain.profile, stages=stages))
+    before, after = (plan(q, level=_LEVEL, time_limit_s=600.0) for q in (plain, whole))
+    old, new = (simulate(found.schedule, whole) for found in (before, after))
+    certificate = after.certificate
+    print(
+        f"{placement.name:8} {old.value_ns / 1e6:9.3f} exposed {_exposed(old)}"
+        f" {new.value_ns / 1e6:9.3f} exposed {_exposed(new)}"
+        f"  {new.value_ns / old.value_ns - 1:+.2%}, bound {certificate.bound_ns / 1e6:.3f}"
+        f" {certificate.method} {certificate.status}, {' > '.join(certificate.lineage)}",
+        flush=True,
+    )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.errors import CheckError
-from zbcompile.runtime.randomness import stream_seed
+from zbcompile.runtime.randomness import generators_of, stream_seed
 from zbcompile.runtime.torch_private import TorchDispatchMode
 
 __all__ = ["autograd_step", "count_draws"]
@@ -35,8 +35,14 @@ class _Streams(TorchDispatchMode):  # type: ignore[no-untyped-call]
     that the last draw of a stage leaves.
     """
 
-    def __init__(self, draws: Sequence[int], seed_of: Callable[[int], int]) -> None:
+    def __init__(
+        self,
+        draws: Sequence[int],
+        seed_of: Callable[[int], int],
+        generators: Sequence[torch.Generator],
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._generators = generators
         self.first = {sum(draws[:stage]): stage for stage, count in enumerate(draws) if count}
         self.total, self.seen, self.seed_of = sum(draws), 0, seed_of
         self.backward = False
@@ -53,27 +59,31 @@ class _Streams(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not self.backward:
                 self.seen += 1
                 if self.seen in self.first:
-                    self.ends[_state()] = self.first[self.seen]
-            self._begin(self.ends.get(_state()))
+                    self.ends[self._state()] = self.first[self.seen]
+            self._begin(self.ends.get(self._state()))
         return result
 
     def _begin(self, stage: int | None) -> None:
         if stage is not None:
-            torch.default_generator.manual_seed(self.seed_of(stage))
+            for generator in self._generators:
+                generator.manual_seed(self.seed_of(stage))
 
-
-def _state() -> bytes:
-    return bytes(torch.default_generator.get_state().numpy())
+    def _state(self) -> bytes:
+        return b"".join(bytes(generator.get_state().numpy()) for generator in self._generators)
 
 
 @contextlib.contextmanager
-def _streams(draws: Sequence[int], seed: int, step: int, microbatch: int) -> Iterator[_Streams]:
-    state = torch.default_generator.get_state()
+def _streams(
+    draws: Sequence[int], seed: int, step: int, microbatch: int, device: torch.device
+) -> Iterator[_Streams]:
+    generators = generators_of(device)
+    states = [generator.get_state() for generator in generators]
     try:
-        with _Streams(draws, lambda stage: stream_seed(seed, step, stage, microbatch)) as mode:
+        with _Streams(draws, lambda stage: stream_seed(seed, step, stage, microbatch), generators) as mode:
             yield mode
     finally:
-        torch.default_generator.set_state(state)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def autograd_step(
@@ -114,9 +124,10 @@ def autograd_step(
         The model draws another number of random tensors than the stages do.
     """
     losses: dict[int, Tensor] = {}
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     for index in order or range(len(microbatches)):
         inputs = microbatches[index]
-        with _streams(draws, seed, step, index) as streams:
+        with _streams(draws, seed, step, index, device) as streams:
             loss = loss_of(model(**inputs))
             if streams.seen != streams.total:
                 raise CheckError(

@@ -514,7 +514,8 @@ class Pipeline(Sequence[Stage]):
             A rank is lost; or the norm is not finite, and ``error_if_nonfinite``.
         UsageError
             The ranks give different arguments (with ``post_validation`` raised with the outcome), an
-            optimizer holds other parameters or cannot be undone, or ``max_norm`` is negative or no number.
+            optimizer holds other parameters or cannot be undone, ``max_norm`` is negative or no number, or
+            the last step did not reduce.
         """
         self._refuse_if_closed()
         asked = Asked(None if max_norm is None else float(max_norm), float(norm_type), error_if_nonfinite)
@@ -522,6 +523,11 @@ class Pipeline(Sequence[Stage]):
             [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         )
         compiled, own = self._ready(), dict(self._own_parameters())
+        if compiled.unreduced_steps:
+            raise UsageError(
+                f"gradients of {compiled.unreduced_steps} steps wait for their sum over the replicas",
+                fix="let the last step before optimizer_step() reduce",
+            )
         return compiled.updates.step(
             list(optimizers),
             own,
@@ -728,7 +734,8 @@ class Pipeline(Sequence[Stage]):
         ``options`` are those of `torch.amp.GradScaler` (``init_scale``, ``growth_interval``, ...). The scaler
         keeps `loss_scale`, so the loop is ``step``, ``scaler.unscale_(optimizer)``, `clip_grad_norm_`,
         ``scaler.step(optimizer)``, ``scaler.update()``. A step is skipped on all ranks when a gradient on any
-        of them is not finite. (A plain ``GradScaler`` on each rank would skip and scale for itself.)
+        of them is not finite. (A plain ``GradScaler`` on each rank would skip and scale for itself.) A rank
+        that trains nothing gives None for the optimizer.
         """
         self._refuse_if_closed()
         if self._options.post_validation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,6 +16,8 @@ from zbcompile.passes.collectives import code_for_peers
 from zbcompile.passes.split.recompute import Recompute, titled
 
 __all__ = ["CallLayout", "GraphCall", "Graphs", "Port", "Saved", "StageGraphs"]
+
+_DEVICE_NUMBER = re.compile(r"(?<=device\(type='cuda'), index=\d+")
 
 Saved = list[object]
 """What one phase leaves for the next: tensors, and numbers where a size depends on data.
@@ -235,14 +238,17 @@ class StageGraphs:
         return grads, dict(zip(self.call_layout.full, results[count:], strict=True))
 
     def signature_hash(self) -> str:
-        """Return SHA-256 over ports, names and code: equal on two ranks iff they run the same graphs."""
+        """Return SHA-256 over ports, names and code: equal on two ranks iff they run the same graphs.
+
+        Each rank traces on a device of its own: the kind of device counts, its number does not.
+        """
         digest = hashlib.sha256()
         names = (self.parameters, self.buffers, self.mutated)
         for part in (self.inputs, self.outputs, *names, self.call_layout):
-            digest.update(repr(part).encode())
+            digest.update(_DEVICE_NUMBER.sub("", repr(part)).encode())
         graphs = self.graphs
         for graph in (graphs.forward, graphs.backward_input, graphs.backward_weight, graphs.full_backward):
-            digest.update(code_for_peers(graph).encode())
+            digest.update(_DEVICE_NUMBER.sub("", code_for_peers(graph)).encode())
         return digest.hexdigest()
 
     def _pool(self, saved: Saved, output_grads: list[Tensor | None]) -> list[object]:

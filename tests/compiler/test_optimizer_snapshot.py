@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tests.support.life_workers import Chain, compiled, rows
+from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.optimizer_snapshot import REVERSIBLE, Options, Snapshot, check_reversible
 from zbcompile.errors import PipelineError, UsageError
 from zbcompile.options import CompileOptions
@@ -180,6 +181,15 @@ def test_a_norm_that_is_not_finite_changes_no_weight() -> None:
             assert pipeline.optimizer_step(optimizer, 1.0).skipped
         assert all(torch.equal(tensor, state[name]) for name, tensor in pipeline.state_dict().items())
         assert all(p.grad is None for p in pipeline.parameters())
+
+
+def test_gradients_that_are_not_summed_over_replicas_are_not_stepped_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pipeline = compiled(Chain())
+    monkeypatch.setattr(CompiledPipeline, "unreduced_steps", 2)
+    with pytest.raises(UsageError, match="gradients of 2 steps wait for their sum"):
+        pipeline.optimizer_step(None)
 
 
 def test_the_plan_counts_the_snapshot_once() -> None:

@@ -9,7 +9,18 @@ import torch
 
 from tests.support import update_workers
 from tests.support.life_workers import Chain, compiled
-from tests.support.update_workers import MAKERS, MAX_NORM, POISONED, Noisy, half_frozen, lived, piped, plain
+from tests.support.update_workers import (
+    MAKERS,
+    MAX_NORM,
+    POISONED,
+    Noisy,
+    half_frozen,
+    half_frozen_chain,
+    half_frozen_scaled,
+    lived,
+    piped,
+    plain,
+)
 from zbcompile.runtime.launch import spawn, spawn_outcomes
 
 pytestmark = pytest.mark.timeout(200)
@@ -50,9 +61,7 @@ def test_with_much_between_the_steps_four_ranks_see_what_one_process_sees(
     """Dropout, running statistics, accumulation, other shapes, evaluations, weights read while on trial."""
     with compiled(Noisy(), 4) as pipeline:
         alone = lived(pipeline)
-    model = Chain()
-    model.middle.requires_grad_(False)
-    alone["half frozen"] = half_frozen(compiled(model, 4))
+    alone["half frozen"] = half_frozen(half_frozen_chain())
     for part in lives:
         for name in ("read by this process alone", "at last", "moments", "half frozen"):
             assert all(torch.equal(tensor, alone[name][key]) for key, tensor in part[name].items()), name
@@ -62,6 +71,15 @@ def test_with_much_between_the_steps_four_ranks_see_what_one_process_sees(
     assert torch.equal(lives[-1]["evaluated"], alone["evaluated"])
     assert all(map(torch.equal, lives[-1]["losses"], alone["losses"]))
     assert len(lives[-1]["losses"]) == len(alone["losses"])
+
+
+def test_a_rank_that_trains_nothing_has_a_scaler_too(lives: list[dict[str, Any]]) -> None:
+    alone = half_frozen_scaled(half_frozen_chain())
+    assert alone["scales"] == [8.0, 4.0, 4.0, 8.0]
+    for part in lives:
+        scaled = part["scaled"]
+        assert scaled.pop("scales") == alone["scales"]
+        assert all(torch.equal(tensor, alone[name]) for name, tensor in scaled.items())
 
 
 def test_no_rank_waits_for_another_before_its_next_forward(lives: list[dict[str, Any]]) -> None:

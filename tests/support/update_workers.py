@@ -189,10 +189,10 @@ def live(rank: int, folder: str) -> dict[str, Any]:
     """Live on four ranks without a barrier, also with one that trains nothing; see what may go wrong."""
     with compiled(Noisy(), 4, post_validation=True) as pipeline:
         seen = lived(pipeline)
-    model = Chain()
-    model.middle.requires_grad_(False)
-    with compiled(model, 4, post_validation=True) as pipeline:
+    with half_frozen_chain(post_validation=True) as pipeline:
         seen["half frozen"] = half_frozen(pipeline)
+    with half_frozen_chain() as pipeline:
+        seen["scaled"] = half_frozen_scaled(pipeline)
     return {**seen, **differ(rank), "again": meet_nobody(rank, folder)}
 
 
@@ -205,6 +205,30 @@ def half_frozen(pipeline: zbcompile.Pipeline) -> State:
         pipeline.step(x, target=y * factor)
         pipeline.optimizer_step(optimizer, 1.0)
     return {name: tensor.clone() for name, tensor in pipeline.state_dict().items()}
+
+
+def half_frozen_scaled(pipeline: zbcompile.Pipeline) -> dict[str, Any]:
+    """Do the same with a gradient scaler, one step of which is left out."""
+    x, y = rows()
+    own = [p for p in pipeline.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(own, lr=RATE) if own else None
+    scaler, scales = pipeline.scaler(init_scale=8.0, growth_interval=2), []
+    for factor in (1.0, float("inf"), 1.0, 1.0):
+        pipeline.zero_grad()
+        pipeline.step(x, target=y * factor)
+        if factor == 1.0:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return {**{name: tensor.clone() for name, tensor in pipeline.state_dict().items()}, "scales": scales}
+
+
+def half_frozen_chain(**options: Any) -> zbcompile.Pipeline:
+    """Compile a chain whose second layer is frozen."""
+    model = Chain()
+    model.middle.requires_grad_(False)
+    return compiled(model, 4, **options)
 
 
 def meet_nobody(rank: int, folder: str) -> bool:

@@ -124,6 +124,12 @@ COMMANDS = (
         f"zbcompile rehearse {_PLAN} --steps 1",
     ),
     Command(
+        "selftest",
+        "zbcompile.cli.selftest",
+        "run stages, messages and steps on this machine's GPU or CPU and report every figure",
+        "zbcompile selftest --device cpu --only held",
+    ),
+    Command(
         "schema",
         "zbcompile.cli.schema",
         "print the JSON Schema of a file format",

@@ -45,15 +45,20 @@ class PipelineScaler(GradScaler):
             self.scale(torch.zeros((), device=device))  # it is made at the first use, which comes later
         self._follow(self.get_scale())
 
-    def unscale_(self, optimizer: Optimizer) -> None:
+    def unscale_(self, optimizer: Optimizer | None) -> None:
         """Divide the optimizer's gradients by the scale; note whether one of any rank is not finite.
+
+        A rank that trains nothing gives None, as often as the others give an optimizer.
 
         Raises
         ------
         PipelineError
             A rank is lost.
         """
-        super().unscale_(optimizer)
+        if optimizer is None:
+            torch_private.mark_unscaled(self)
+        else:
+            super().unscale_(optimizer)
         if self._ranks is None or not self.is_enabled():
             return
         found = torch_private.found_not_finite(self, optimizer)
@@ -64,10 +69,12 @@ class PipelineScaler(GradScaler):
         any_rank = torch.tensor(float("1" in everyone), device=self._device)
         found[any_rank.device] = any_rank
 
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Let the optimizer step, unless a gradient of any rank is not finite."""
+    def step(self, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> float | None:
+        """Let the optimizer step, unless a gradient of any rank is not finite; None as in `unscale_`."""
         if self._ranks is not None and self.is_enabled() and not torch_private.is_unscaled(self, optimizer):
             self.unscale_(optimizer)  # a fused optimizer would do it alone
+        if optimizer is None:
+            return None
         return super().step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from zbcompile.errors import UsageError
-from zbcompile.formats import checkpoint_json, measured_json, profile_json, schedule_json
+from zbcompile.formats import checkpoint_json, measured_json, profile_json, schedule_json, selftest_json
 from zbcompile.formats.records import Document
 
 __all__ = ["SCHEMAS", "schema_text"]
@@ -18,6 +18,7 @@ SCHEMAS: dict[str, Document[Any]] = {
     "profile": profile_json.FILE,
     "measured": measured_json.FILE,
     "checkpoint": checkpoint_json.FILE,
+    "selftest": selftest_json.FILE,
 }
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from zbcompile.errors import NoOrderError
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.compiled import SearchClock
+from zbcompile.planner.core.early_reductions import with_early_reductions
 from zbcompile.planner.core.early_weights import fitted, with_fewest_waits
 from zbcompile.planner.core.instance import Codes, Fusing, Instance, shaped, to_schedule
 from zbcompile.planner.core.score import fits, value_of
@@ -24,6 +25,9 @@ from zbcompile.schedule.solution import Certificate, Solution
 
 __all__ = ["Growable", "Incumbent", "Order", "PlanState", "Progress", "extended"]
 
+
+EARLY_REDUCTIONS = "early_reductions"
+"""In lineages: W's of one stage of a rank were moved first, so that its reduction is hidden."""
 
 SUM_ORDER = "sum_order"
 """In lineages: W's were moved so that gradients come in the order of their sum."""
@@ -85,7 +89,8 @@ class Order:
         The parts of the portfolio that made it, the first from nothing, the others from the one before. An
         entry is a part's name, and a remark after a blank where the part makes several kinds of orders
         (``classic ZB-H1``). ``fused`` or ``split`` at the end: the choice of fusing gave it another shape;
-        ``sum_order``: W's were moved so that gradients come in the order of their sum.
+        ``sum_order``: W's were moved so that gradients come in the order of their sum; ``early_reductions``:
+        W's of one stage of a rank were moved first, so that its reduction is hidden.
     score
         Value in ns and tie-breaking score, where `zbcompile.planner.core.scorer` gave them: such orders join
         the pool of orders to improve.
@@ -204,9 +209,12 @@ class Incumbent:
         value = self.measure(codes) if scored is None else scored[0]
         if value is None:
             return False
+        in_turn = codes
+        codes, value = with_early_reductions(self.instance, codes, value, self.measure, self.value)
         if codes != order.codes:
             names = ["split" if self.fusing is Fusing.NEVER else "fused"] if given != order.codes else []
-            names += [SUM_ORDER] if codes != given else []
+            names += [SUM_ORDER] if in_turn != given else []
+            names += [EARLY_REDUCTIONS] if codes != in_turn else []
             order = replace(order, codes=codes, lineage=(*order.lineage, *names), score=None, folded=None)
         if all(value != other for other, _ in self.known):
             self.known = sorted([*self.known, (value, order)], key=lambda entry: entry[0])[:12]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zbcompile.runtime.calls import Call
 from zbcompile.runtime.channels.channel import Ticket, describe
+from zbcompile.runtime.channels.choice import make_channels
 from zbcompile.runtime.channels.gloo import BrokenChannelError, GlooChannels
 from zbcompile.runtime.channels.nccl import NcclChannels
 from zbcompile.runtime.channels.replicas import Replicas
@@ -65,7 +66,7 @@ class DistributedRunner(Runner):
         if self._channels is not None and self._made_at == self.group.calls.renewals:
             return
         self._leave()
-        self._channels = _channels(self.group, self._spec, self._device)
+        self._channels = make_channels(self.group, self._spec, self._device)
         if self._spec.has_gradients and len(self.group.replicas) > 1:
             self._replicas = Replicas(self.group, self._device)
         self._made_at = self.group.calls.renewals
@@ -149,7 +150,3 @@ class DistributedRunner(Runner):
         for connections in (self._channels, self._replicas):
             if connections is not None:
                 connections.abandon()
-
-
-def _channels(group: PipelineGroup, spec: PipelineSpec, device: torch.device) -> GlooChannels | NcclChannels:
-    return NcclChannels(group, spec, device) if device.type == "cuda" else GlooChannels(group)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import GraphModule
 
-__all__ = ["draws_random_numbers", "stream", "stream_seed"]
+__all__ = ["draws_random_numbers", "generators_of", "stream", "stream_seed"]
 
 
 def stream_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
@@ -26,10 +26,7 @@ def stream_seed(seed: int, step: int, stage: int, microbatch: int) -> int:
 @contextlib.contextmanager
 def stream(value: int, device: torch.device) -> Iterator[None]:
     """Draw from the stream of seed ``value`` on the CPU and on ``device``; restore both states afterwards."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
+    generators = generators_of(device)
     states = [generator.get_state() for generator in generators]
     try:
         for generator in generators:
@@ -38,6 +35,15 @@ def stream(value: int, device: torch.device) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Return torch's generators that code on a device draws from: the CPU's, and the device's own."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    return generators
 
 
 def draws_random_numbers(module: GraphModule) -> bool:

@@ -22,6 +22,7 @@ __all__ = [
     "found_not_finite",
     "has_step_hooks",
     "is_unscaled",
+    "mark_unscaled",
     "module_tables",
     "new_group",
     "own_store",
@@ -59,15 +60,20 @@ def post_accumulate_hooks(parameter: Tensor) -> Mapping[int, Callable[[Tensor], 
     return getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
-def found_not_finite(scaler: GradScaler, optimizer: Optimizer) -> dict[torch.device, Tensor]:
+def found_not_finite(scaler: GradScaler, optimizer: Optimizer | None) -> dict[torch.device, Tensor]:
     """Return a scaler's table of what it found in gradients: device -> not 0 if one is not finite."""
     found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     return cast("dict[torch.device, Tensor]", found)
 
 
-def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
+def is_unscaled(scaler: GradScaler, optimizer: Optimizer | None) -> bool:
     """Return whether ``unscale_`` has been called for an optimizer since the last update."""
     return scaler._per_optimizer_states[id(optimizer)]["stage"] is not OptState.READY
+
+
+def mark_unscaled(scaler: GradScaler) -> None:
+    """Note that ``unscale_`` has been called for no optimizer since the last update."""
+    scaler._per_optimizer_states[id(None)]["stage"] = OptState.UNSCALED
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:

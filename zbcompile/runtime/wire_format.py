@@ -93,11 +93,12 @@ class WireFormat:
             flat = tensor.contiguous().view(-1)
         return flat.view(torch.uint8)
 
-    def buffer(self) -> Tensor:
-        """Return memory for what ``pack`` makes at the other end."""
+    def buffer(self, device: torch.device | str | None = None) -> Tensor:
+        """Return memory for what ``pack`` makes at the other end, by default on the tensor's own device."""
+        device = self.device if device is None else device
         if self._is_plain:
-            return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        return torch.empty(self.num_bytes, dtype=torch.uint8, device=self.device)
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
 
     def unpack(self, arrived: Tensor) -> Tensor:
         """Return the tensor in an arrived buffer, with the strides that were compiled for."""

@@ -6,6 +6,9 @@ with its buffer. gloo matches by sender and tag, so the two directions of a pair
 gloo copies the payload inside the call that sends. Large messages are therefore sent by a thread of the
 channels, so that the rank computes meanwhile; they have a tag of their own, because small messages of the
 same channel may overtake them.
+
+gloo sends host memory alone. What lies on a device is copied there before it is sent, and back when it is
+used: slow, and the only way between two ranks on one GPU, which NCCL refuses.
 """
 
 from __future__ import annotations
@@ -103,7 +106,8 @@ class _GlooTicket:
 
     def tensors(self) -> list[Tensor]:
         buffers, self._buffers = self._buffers, []
-        return [form.unpack(buffer) for form, buffer in zip(self._wire_formats, buffers, strict=True)]
+        pairs = zip(self._wire_formats, buffers, strict=True)
+        return [form.unpack(buffer.to(form.device)) for form, buffer in pairs]
 
     def drop(self) -> None:
         """Forget the transfers, so that their connection can close."""
@@ -134,7 +138,7 @@ class GlooChannels:
         self, peer: int, key: Key, wire_formats: Sequence[WireFormat], tensors: list[Tensor]
     ) -> Ticket:
         """Start one transfer per tensor that has elements; the ticket keeps their memory."""
-        packed = [form.pack(tensor) for form, tensor in zip(wire_formats, tensors, strict=True)]
+        packed = [form.pack(tensor).cpu() for form, tensor in zip(wire_formats, tensors, strict=True)]
         with _named(self._ranks[peer], key):
             send = self._joined().send
             transfers: list[_Transfer] = []
@@ -147,7 +151,7 @@ class GlooChannels:
 
     def post_recv(self, peer: int, key: Key, wire_formats: Sequence[WireFormat]) -> Ticket:
         """Receive into buffers of the sizes that were compiled for."""
-        buffers = [form.buffer() for form in wire_formats]
+        buffers = [form.buffer("cpu") for form in wire_formats]
         with _named(self._ranks[peer], key):
             receive = self._joined().recv
             transfers: list[_Transfer] = [

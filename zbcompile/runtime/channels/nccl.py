@@ -11,17 +11,17 @@ Written against the documentation; not yet run on GPU (docs/limits.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import ProcessGroup, Work
 
 from zbcompile.runtime.channels.channel import Key, Ticket
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.spec import PipelineSpec
 from zbcompile.runtime.wire_format import WireFormat
 
-__all__ = ["NcclChannels", "directed_pairs"]
+__all__ = ["NcclChannels", "StreamChannel", "Transfer", "directed_pairs"]
 
 
 def directed_pairs(spec: PipelineSpec) -> list[tuple[int, int]]:
@@ -34,12 +34,27 @@ def directed_pairs(spec: PipelineSpec) -> list[tuple[int, int]]:
     return sorted(pair for pair in pairs if pair[0] != pair[1])
 
 
-class _Channel:
+class Transfer(Protocol):
+    """What a communicator returns for one tensor."""
+
+    def wait(self) -> object: ...
+    def is_completed(self) -> bool: ...
+
+
+class Communicator(Protocol):
+    """The part of a process group that a channel uses."""
+
+    def send(self, tensors: list[Tensor], other: int, tag: int, /) -> Transfer: ...
+    def recv(self, tensors: list[Tensor], other: int, tag: int, /) -> Transfer: ...
+    def abort(self) -> None: ...
+
+
+class StreamChannel:
     """A communicator and its stream on this rank's device; ``other`` is the peer's rank in it."""
 
     def __init__(
         self,
-        group: ProcessGroup,
+        group: Communicator,
         is_source: bool,
         other: int,
         device: torch.device,
@@ -48,10 +63,10 @@ class _Channel:
         self.group, self.is_source, self.other = group, is_source, other
         self.device, self.stream = device, stream
 
-    def start(self, flats: list[Tensor]) -> list[Work]:
+    def start(self, flats: list[Tensor]) -> list[Transfer]:
         """Queue the transfers behind what the compute stream has queued so far."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        works = []
+        works: list[Transfer] = []
         with torch.cuda.stream(self.stream):
             for flat in flats:
                 if flat.numel() == 0:
@@ -67,7 +82,12 @@ class _NcclTicket:
     __slots__ = ("_channel", "_flats", "_wire_formats", "_works", "key", "peer")
 
     def __init__(
-        self, key: Key, peer: int, channel: _Channel, flats: list[Tensor], wire_formats: Sequence[WireFormat]
+        self,
+        key: Key,
+        peer: int,
+        channel: StreamChannel,
+        flats: list[Tensor],
+        wire_formats: Sequence[WireFormat],
     ) -> None:
         self.key, self.peer, self._channel = key, peer, channel
         self._wire_formats, self._flats = wire_formats, flats
@@ -98,7 +118,7 @@ class NcclChannels:
 
     def __init__(self, group: PipelineGroup, spec: PipelineSpec, device: torch.device) -> None:
         self._rank, self._ranks = group.pipeline_rank, group.pipeline
-        self._channels: dict[tuple[int, int], _Channel] = {}
+        self._channels: dict[tuple[int, int], StreamChannel] = {}
         self._open: list[_NcclTicket] = []
         if spec.one_communicator:
             self._share_one(group, spec, device)
@@ -108,7 +128,7 @@ class NcclChannels:
             if pair is not None:
                 peer = target if self._rank == source else source
                 stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                channel = _Channel(pair, self._rank == source, int(peer > self._rank), device, stream)
+                channel = StreamChannel(pair, self._rank == source, int(peer > self._rank), device, stream)
                 channel.start([torch.zeros(1, dtype=torch.uint8, device=device)])
                 self._channels[source, target] = channel
         torch.cuda.synchronize(device)
@@ -120,7 +140,7 @@ class NcclChannels:
         for source, target in directed_pairs(spec):
             if self._rank in (source, target):
                 peer = target if self._rank == source else source
-                self._channels[source, target] = _Channel(
+                self._channels[source, target] = StreamChannel(
                     everyone, self._rank == source, peer, device, stream
                 )
 
@@ -147,7 +167,12 @@ class NcclChannels:
         self._open = []
 
     def _post(
-        self, key: Key, peer: int, channel: _Channel, flats: list[Tensor], wire_formats: Sequence[WireFormat]
+        self,
+        key: Key,
+        peer: int,
+        channel: StreamChannel,
+        flats: list[Tensor],
+        wire_formats: Sequence[WireFormat],
     ) -> Ticket:
         """Queue a transfer, and let go of those that are done and of their memory."""
         ticket = _NcclTicket(key, self._ranks[peer], channel, flats, wire_formats)
