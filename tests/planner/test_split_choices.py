@@ -38,7 +38,7 @@ def check_table(table: SplitTable) -> None:
 
 
 def test_every_row_obeys_its_rule_and_ours_is_no_longer() -> None:
-    tables = split_choices(two_ranks(saving=2, travel=5), level=1, seconds_per_row=5)
+    tables = split_choices(two_ranks(saving=2, travel=5), level=1, seconds_per_row=60)
     assert [table.problem.transport for table in tables] == list(TRANSPORTS)
     for table in tables:
         check_table(table)
@@ -57,7 +57,7 @@ def test_every_row_obeys_its_rule_and_ours_is_no_longer() -> None:
 def test_several_stages_per_rank_obey_the_rule_too() -> None:
     stage = StageCost(10, 10, 8, 17, 2, 1)
     problem = Problem.of(Profile((stage,) * 4, link=Link(1)), Placement.v(2), 4)
-    (table,) = split_choices(problem, transports=("async",), level=1, seconds_per_row=2)
+    (table,) = split_choices(problem, transports=("async",), level=1, seconds_per_row=60)
     check_table(table)
     ruled = table.rows[2].schedule
     assert ruled is not None

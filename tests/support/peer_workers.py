@@ -152,27 +152,33 @@ def two_by_two(rank: int) -> dict[str, Any]:
     return found
 
 
+def on_both(rank: int, kind: str, num_stages: int, **options: Any) -> zbcompile.Pipeline:
+    """Compile on two processes that share every layer, each of them a pipeline of its own."""
+    pair, alone = dist.new_group([0, 1]), [dist.new_group([0]), dist.new_group([1])]
+    x, y = batch()
+    return zbcompile.compile(
+        model(kind, pair, rank),
+        num_stages,
+        group=alone[rank],
+        plan_group=pair,
+        example_args=(x,),
+        example_target=y,
+        loss_fn=nn.functional.mse_loss,
+        num_microbatches=NUM_MICROBATCHES,
+        time_limit=0.5,
+        **options,
+    )
+
+
 def gathered_again(rank: int) -> dict[Any, Any]:
     """Return per level the collectives and the bytes of the second of two stages, and the gradients."""
     dist.barrier()
-    pair, alone = dist.new_group([0, 1]), [dist.new_group([0]), dist.new_group([1])]
     x, y = batch()
-    found: dict[Any, Any] = {}
-    levels: tuple[str | float, ...] = ("none", "regather", "auto")
-    for level in levels:
-        pipeline = zbcompile.compile(
-            model("sequence", pair, rank),
-            2,
-            group=alone[rank],
-            plan_group=pair,
-            example_args=(x,),
-            example_target=y,
-            loss_fn=nn.functional.mse_loss,
-            num_microbatches=NUM_MICROBATCHES,
-            recompute=level,
-            profile=device_named("CPU"),
-            memory_limit=found["cap"] if level == "auto" else None,
-            time_limit=0.5,
+    found: dict[Any, Any] = {"cap": None}
+    for level in ("none", "regather", "auto"):
+        cap = found["cap"] if level == "auto" else None
+        pipeline = on_both(
+            rank, "sequence", 2, recompute=level, profile=device_named("CPU"), memory_limit=cap
         )
         assert pipeline._compiled is not None
         staged = pipeline._compiled.staged
@@ -197,21 +203,11 @@ def gathered_again(rank: int) -> dict[Any, Any]:
 def overlapped(rank: int) -> dict[str, Any]:
     """Return the calls of each graph of a stage, with and without the reordering."""
     dist.barrier()
-    pair, alone = dist.new_group([0, 1]), [dist.new_group([0]), dist.new_group([1])]
     x, y = batch()
     found: dict[str, Any] = {}
     for skip in ("", "overlap_collectives"):
         os.environ["ZBCOMPILE_SKIP"] = skip
-        pipeline = zbcompile.compile(
-            model("tensor", pair, rank),
-            1,
-            group=alone[rank],
-            plan_group=pair,
-            example_args=(x,),
-            example_target=y,
-            loss_fn=nn.functional.mse_loss,
-            num_microbatches=NUM_MICROBATCHES,
-        )
+        pipeline = on_both(rank, "tensor", 1)
         assert pipeline._compiled is not None
         graphs = pipeline._compiled.staged.stages[0].graphs
         found[skip] = [str(n.target) for n in graphs.full_backward.graph.nodes if n.op == "call_function"]
