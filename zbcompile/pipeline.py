@@ -32,7 +32,7 @@ from zbcompile.compiler.checkpoint import (
 from zbcompile.compiler.compiled import CompiledPipeline, StepResult
 from zbcompile.compiler.dump import observer_from_environment
 from zbcompile.compiler.merged import save_merged
-from zbcompile.compiler.norms import gradient_norms, total_norm
+from zbcompile.compiler.norms import clip, gradient_norms, total_norm
 from zbcompile.compiler.observe import Observer
 from zbcompile.compiler.replan import Replan, replan
 from zbcompile.compiler.saved import Own, load, save
@@ -725,7 +725,7 @@ class Pipeline(Sequence[Stage]):
             raise UsageError("max_norm must be a number from 0 on", given=float(max_norm))
         words = f"clip_grad_norm_({float(max_norm)}, {float(norm_type)}, {error_if_nonfinite})"
         total = total_norm(list(self._norms(norm_type, words).values()), norm_type, error_if_nonfinite)
-        nn.utils.clip_grads_with_norm_([p for _, p in self._own_parameters()], max_norm, total)
+        clip((p for _, p in self._own_parameters()), max_norm, total)
         return total
 
     def scaler(self, **options: Any) -> PipelineScaler:

@@ -13,6 +13,7 @@ __all__ = ["PAGES", "SETUPS"]
 PAGES: Final[dict[str, tuple[str, ...]]] = {
     "index.md": ("test_site.py::test_links_lead_somewhere",),
     "first-lesson.md": ("blocks",),
+    "examples.md": ("test_site.py::test_every_example_is_on_its_page",),
     "concepts/pipeline.md": ("blocks", "test_site.py::test_pictures_are_what_the_tool_draws"),
     "concepts/memory.md": ("blocks",),
     "concepts/placements.md": ("blocks", "test_site.py::test_placements_are_those_of_the_code"),

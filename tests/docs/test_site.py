@@ -197,6 +197,18 @@ def test_what_the_watchdog_says_is_in_the_code() -> None:
         assert words in code
 
 
+def test_every_example_is_on_its_page() -> None:
+    text = page("examples.md")
+    scripts = {path.name for path in (ROOT / "examples").glob("*") if path.suffix in (".py", ".ipynb")}
+    assert scripts == {
+        name for name, target in re.findall(r"\[([\w.]+)\]\((\S+)\)", text) if "examples" in target
+    }
+    used = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    for name in scripts:
+        stem = name.partition(".")[0]
+        assert re.search(rf"examples[./]{stem}\b|load_example\(\"{stem}\"\)|\b{stem}\b", used), name
+
+
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for name in PAGES:

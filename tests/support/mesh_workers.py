@@ -19,11 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import zbcompile
 from tests.support import peer_workers
+from zbcompile.compiler.sharding import local
 from zbcompile.errors import ZBCompileError
 from zbcompile.runtime.channels.replicas import Replicas
+from zbcompile.runtime.channels.sharded import ShardedStages
 from zbcompile.schedule.costs import Edge, Profile, StageCost
 
 ROWS, WIDTH, MICROBATCHES, REPLICAS, RANKS = 16, 8, 4, 2, 2
@@ -254,25 +258,25 @@ def _refusals(rank: int, mesh: DeviceMesh) -> dict[str, str]:
 
 def lost(rank: int, fault: str, folder: str) -> str:
     """Lose rank 3, or let it stand still, when it has to sum gradients of the second step."""
-    mesh = two_by_two()
-    replica = mesh.get_local_rank("dp")
+    dim = "dp_shard" if fault == "killed in a shard" else "dp"
+    mesh = init_device_mesh("cpu", (REPLICAS, RANKS), mesh_dim_names=(dim, "pp"))
+    replica = mesh.get_local_rank(dim)
     x, y = (t.chunk(REPLICAS)[replica] for t in batch())
     model = layers()
     pipeline = zbcompile.compile(
         model, RANKS, mesh=mesh, example_args=(x,), example_target=y, loss_fn=mse, verify=False,
-        num_microbatches=MICROBATCHES, profile=profile(), time_limit=0.3, stall_limit=8.0,
+        num_microbatches=MICROBATCHES, profile=profile(), time_limit=0.3,
+        stall_limit=10.0 if fault == "stalled" else 60.0,
     )  # fmt: skip
     pipeline.step(x, target=y)
     if rank == 3:
-        start = Replicas.start
 
-        def faulty(self: Replicas, *given: Any) -> Any:
-            if fault == "killed":
+        def faulty(self: object, *given: Any) -> Any:
+            if fault != "stalled":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)
-            return start(self, *given)
 
-        Replicas.start = faulty  # type: ignore[method-assign]
+        Replicas.start = ShardedStages.reduce = faulty  # type: ignore[method-assign]
 
     def last() -> None:
         pipeline.step(x, target=y)
@@ -315,3 +319,79 @@ def cube(rank: int) -> dict[str, Any]:
     pipeline.synchronize()
     pipeline.close()
     return found
+
+
+def fully_sharded(rank: int, folder: str) -> dict[str, Any]:
+    """Train as `trained` does, with weights that replicas share; save, go on, load, go on again."""
+    mesh = init_device_mesh("cpu", (REPLICAS, RANKS), mesh_dim_names=("dp_shard", "pp"))
+    replica = mesh.get_local_rank("dp_shard")
+    model, plain = layers(), layers()
+    pipeline = compiled(model, replica, mesh=mesh)
+    found: dict[str, Any] = {"differ": [], "program": pipeline.source(0)}
+    found["parts"] = {name: list(local(p).shape) for name, p in pipeline.named_parameters()}
+    mine = torch.optim.AdamW(list(pipeline.parameters()), lr=0.1)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=0.1)
+
+    def step(number: int, optimizer: torch.optim.Optimizer, on: zbcompile.Pipeline, **options: Any) -> None:
+        x, y = (t.chunk(REPLICAS)[replica] for t in batch(number))
+        on.step(x, target=y, **options)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def compare(number: int) -> None:
+        for name, grad in reference(plain, (number,)).items():
+            plain.get_parameter(name).grad = grad
+        theirs.step()
+        step(number, mine, pipeline)
+        found["differ"] += equal(_whole(pipeline), dict(plain.named_parameters()))
+
+    compare(0)
+    compare(1)
+    x, y = (t.chunk(REPLICAS)[replica] for t in batch())
+    seen = pipeline.eval(x)
+    found["eval"] = None if seen is None else torch.equal(seen, torch.cat([plain(xs) for xs in x.chunk(4)]))
+    pipeline.save(f"{folder}/saved", mine, {"at": 2})
+    pipeline.save_merged(f"{folder}/merged.safetensors")
+    again = compiled(layers(), replica, mesh=mesh)
+    later = torch.optim.AdamW(list(again.parameters()), lr=0.5)
+    found["extra"] = again.load(f"{folder}/saved", later)
+    compare(2)
+    step(2, later, again)
+    found["differ"] += equal(_whole(again), _whole(pipeline))
+    found["timeline"] = [str(a) for row in pipeline.timeline().ranks for a, _, _ in row if a.kind.is_of_stage]
+
+    # Norms of parts are put together: as torch's up to rounding; two steps with one reduction.
+    pipeline.zero_grad()
+    for number in range(2):
+        part = [t.chunk(REPLICAS)[replica] for t in batch(number)]
+        pipeline.step(part[0], target=part[1], reduce=number == 1)
+    wanted = reference(plain, (0, 1))
+    got = {name: p.grad.full_tensor() for name, p in pipeline.named_parameters()}
+    found["differ"] += equal(got, wanted)
+    for name, grad in wanted.items():
+        plain.get_parameter(name).grad = grad
+    found["norms"] = pipeline.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    clipped = ((n, p.grad.full_tensor()) for n, p in pipeline.named_parameters())
+    found["clipped"] = {name: (grad, plain.get_parameter(name).grad) for name, grad in clipped}
+    stage = pipeline.local_stages[0]
+    found["by hand"] = refused(lambda: stage(*(torch.zeros(p.shape, dtype=p.dtype) for p in stage.inputs)))
+    pipeline.close()
+    again.close()
+    found["tied"] = refused(lambda: compiled(Tied(), replica, mesh=mesh))
+    plainly = layers()
+    other = compiled(plainly, replica, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")))
+    before = plainly[0].weight
+    plainly[0].weight = nn.Parameter(distribute_tensor(before.detach(), mesh["dp_shard"]))
+    found["dtensor"] = refused(lambda: other.step(x, target=y))
+    plainly[0].weight = before
+    wrapped = nn.parallel.DistributedDataParallel(plainly)
+    found["wrapped"] = refused(lambda: other.step(x, target=y))
+    del wrapped
+    fully_shard(plainly, mesh=mesh["dp_shard"])
+    found["outside"] = refused(lambda: other.step(x, target=y))
+    other.close()
+    return found
+
+
+def _whole(pipeline: zbcompile.Pipeline) -> State:
+    return {name: p.detach().full_tensor().clone() for name, p in pipeline.named_parameters()}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zbcompile.compiler.sharding import split_like
 from zbcompile.errors import ShapeError, UsageError
 from zbcompile.passes.split.stage_graphs import StageGraphs
 
@@ -112,7 +113,7 @@ def load_model(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     check_model(own, state)
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(state[name])
+            tensor.copy_(split_like(state[name], tensor))
 
 
 def optimizer_state(trained: nn.Module, own: Collection[str], optimizer: Optimizer) -> dict[str, Any]:

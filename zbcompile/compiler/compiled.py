@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -23,6 +25,7 @@ from zbcompile.compiler.load import join, join_metrics, join_results, losses_of,
 from zbcompile.compiler.lower import LoweredPlan
 from zbcompile.compiler.model_guard import ModeGuard, ModelGuard
 from zbcompile.compiler.runs import Run
+from zbcompile.compiler.sharding import Shards, refuse_dtensors, refuse_wrapped
 from zbcompile.compiler.sharing import share_values, tell_evaluation
 from zbcompile.compiler.signature import described
 from zbcompile.compiler.unreduced import Unreduced
@@ -94,11 +97,12 @@ class CompiledPipeline:
         self.options, self.first = options, form
         self.trained = with_loss(options.model, options.loss_fn)
         self.reader = make_reader(self.trained, self.staged.stages)
+        self._replicas_checked = self._has_run = False
+        self._shards = self._sharded_stages(group)
         state = self.reader.read()
         self.stages = [Stage(s.index, s, state, self.trained) for s in self.staged.stages]
         self.guard, self.mode = ModelGuard(options.model, options.loss_fn), ModeGuard()
         self._kept_gradients, self._unreduced = KeptGradients(), Unreduced()
-        self._replicas_checked = False
         self.step_number = 0
         self.updates = Updates()
         self._evaluations: dict[str, Evaluation] = {}
@@ -108,6 +112,16 @@ class CompiledPipeline:
         """Run on the ranks of a group from now on, which come here together, or all ranks in this process."""
         self.first.run_on(group)
         self._attach(group)
+
+    def _sharded_stages(self, group: PipelineGroup | None) -> Shards | None:
+        """Shard the weights of this process's stages over its replicas, where they share them."""
+        if group is None or len(group.shards) == 1:
+            return None
+        state, rank_of = self.reader.read(), self.first.spec.placement.rank_of
+        mine = [s for s in self.staged.stages if rank_of[s.index] == group.pipeline_rank]
+        self._check_replicas(group, state)
+        own = {s.index: parameters_of({name: state[name] for name in s.parameters}) for s in mine}
+        return Shards(self.trained, group, own, self.staged.captured.device)
 
     def _attach(self, group: PipelineGroup | None) -> None:
         self.group = group
@@ -211,14 +225,18 @@ class CompiledPipeline:
                 steps[-1].ends_sums = not waits
                 self._kept.watch(b for form, _ in parts for b in form.changed_buffers(self.runner.rank))
                 state = self.follow_model()
+                self._check_shards(state)
                 self.reader.check(state)
                 self._check_weights(state)
                 self._kept_gradients.check(self.plan, self.spec, self.runner.rank, state)
                 self._check_read_buffers(self.staged.captured.read_buffers)
                 if self.group is not None:
+                    if not self._has_run:
+                        refuse_wrapped(self.trained)
                     self._check_replicas(self.group, state)
-                    if waits:  # no sum makes the replicas meet: one that refuses the step is heard of here
-                        self.group.barrier("a step whose gradients are not reduced yet")
+                    if waits or self._shards is not None:
+                        # Nothing else makes the replicas meet before they have changed something.
+                        self.group.barrier("the beginning of the step")
             if trial is not None:
                 trial.before_forward()
             try:
@@ -226,6 +244,7 @@ class CompiledPipeline:
                     with torch_private.no_autocast():
                         for (form, _), step in zip(parts, steps, strict=True):
                             self._last = form
+                            self._share(form.runner)
                             sums = form.runner.run(step, state)
                     if trial is not None and trial.void(wait=True):
                         raise _Void
@@ -242,7 +261,7 @@ class CompiledPipeline:
 
     def _take_effect(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], later: Unreduced) -> None:
         hand_over(gradients)
-        self._unreduced = later
+        self._unreduced, self._has_run = later, True
         self._kept.release()
         self.step_number += 1
         self.updates.current = None
@@ -331,8 +350,18 @@ class CompiledPipeline:
         dim = self.options.joined_dim
         return tuple(everyone), {name: join(parts, dim) for name, parts in joined.items()}
 
+    def _share(self, runner: LocalRunner | DistributedRunner) -> None:
+        if isinstance(runner, DistributedRunner) and self._shards is not None:
+            runner.sharded = self._shards.stages
+
+    def _check_shards(self, state: Mapping[str, Tensor]) -> None:
+        if self._shards is not None:
+            self._shards.check(state)
+        else:
+            refuse_dtensors(state)
+
     def _check_replicas(self, group: PipelineGroup, state: Mapping[str, Tensor]) -> None:
-        """Compare the weights that replicas begin with, once."""
+        """Compare the weights that replicas begin with, before the first step."""
         if not self._replicas_checked:
             mine = [
                 s for s in self.staged.stages if self.spec.placement.rank_of[s.index] == group.pipeline_rank
@@ -343,7 +372,7 @@ class CompiledPipeline:
 
     def run_eval(self, batch: Batch) -> StepResult:
         """Run forward only; the first call with a shape captures the model in evaluation mode."""
-        with self.runner.call("the evaluation") as call:
+        with self.runner.call("the evaluation") as call, self._gathered():
             with call.checks():
                 self.guard.check(training=False)
                 found = self._evaluation(batch)
@@ -363,6 +392,10 @@ class CompiledPipeline:
         return StepResult(
             losses_of(step), output, join_metrics([step], found.staged, self.options.joined_dim)
         )
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        """Have all weights of this process's stages stand in the model, whole."""
+        return contextlib.nullcontext() if self._shards is None else self._shards.gathered()
 
     def _evaluation(self, batch: Batch) -> Evaluation:
         """Return the evaluation of batches like this one; the least recently used one makes room for it."""
@@ -458,5 +491,7 @@ class CompiledPipeline:
         for evaluation in self._evaluations.values():
             evaluation.runner.close()
         self._forms.close()
+        if self._shards is not None:
+            self._shards.close()
         if self.group is not None:
             self.group.close()

@@ -27,10 +27,12 @@ from zbcompile.compiler.peers import (
     refuse_peers,
     require_one_plan,
     require_own_groups,
+    sharded_stages,
 )
 from zbcompile.compiler.plan_cache import PlanCache
 from zbcompile.compiler.planning import keep_order_of_changes, plan_for_all
 from zbcompile.compiler.runs import Shapes
+from zbcompile.compiler.sharding import refuse_unshardable
 from zbcompile.compiler.signature import Value
 from zbcompile.compiler.stages import build_stages, verify_stages
 from zbcompile.compiler.variants import as_planned
@@ -160,7 +162,7 @@ def first_form(
         options,
         call,
         known=cache.knows,
-        before_calls=lambda staged: _check_job(staged, group, planners),
+        before_calls=lambda staged: _check_job(options, staged, group, planners),
         rank_each=alone,
         observer=observer,
         choose=cut_choice(options, num_ranks, call.num_microbatches, observer),
@@ -170,11 +172,17 @@ def first_form(
     return _planned(options, group, planners, call, staged, cache, observer)
 
 
-def _check_job(staged: StagedModel, group: PipelineGroup | None, planners: PipelineGroup | None) -> None:
+def _check_job(
+    options: CompileOptions,
+    staged: StagedModel,
+    group: PipelineGroup | None,
+    planners: PipelineGroup | None,
+) -> None:
     """Refuse stages that cannot run beside other pipelines, before any of their calls runs."""
     require_one_plan(staged, group, planners)
     require_own_groups(staged, group)
     refuse_changed_buffers(group, staged)
+    refuse_unshardable(options, staged, group)
 
 
 def further_form(
@@ -361,6 +369,7 @@ def _planned(
         merge=options.schedule is None,
         one_communicator=options.one_communicator,
         reduced_stages=reduced_stages(staged, group),
+        sharded_stages=sharded_stages(staged, group),
         observer=observer,
     )
     programs = plan.programs(observer)

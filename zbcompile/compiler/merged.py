@@ -12,6 +12,8 @@ from torch import Tensor
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.peers import refuse_shards
 from zbcompile.compiler.saved import Own, on_first
+from zbcompile.compiler.sharding import is_sharded
+from zbcompile.compiler.sharding import whole as gathered
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.tensor_files import write_tensors
 
@@ -29,6 +31,9 @@ def save_merged(compiled: CompiledPipeline, own: Callable[[], Own], path: str | 
             whole, same = _without_copies(mine.tensors)
             if group is not None:
                 group.agree({"file": target})
+        if group is not None and any(map(is_sharded, whole.values())):
+            parts = whole
+            whole = group.alone(lambda: {n: gathered(t) for n, t in parts.items()}, "gathers its weights")
         if group is not None:
             whole, same = _gathered(group, whole, same)
         ordered = {name: whole[name] for name in names if name in whole}

@@ -8,16 +8,20 @@ once.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from zbcompile.compiler.peers import refuse_shards
+from zbcompile.compiler.sharding import local
 from zbcompile.errors import PipelineError, UsageError
 from zbcompile.runtime.group import PipelineGroup
 
 __all__ = [
+    "clip",
     "clip_factor",
     "gradient_norms",
     "in_order",
@@ -65,13 +69,14 @@ def gradient_norms(
         refuse_shards(group, asked)
         with group.calls.meeting(asked):
             texts = group.gather(norms_text(found, asked), "the norms of gradients")
-        found = norms_of_texts(texts, found, asked)
+        found = norms_of_texts(texts, found, asked, norm_type if len(group.shards) > 1 else None)
     return in_order(trained, found)
 
 
 def own_norms(own: Mapping[str, nn.Parameter], norm_type: float) -> dict[str, Tensor]:
-    """Return the norms of this process's gradients, by name."""
-    return {n: torch.linalg.vector_norm(p.grad, norm_type) for n, p in own.items() if p.grad is not None}
+    """Return the norms of this process's gradients, or of its parts of them, by name."""
+    grads = {name: local(p.grad) for name, p in own.items() if p.grad is not None}
+    return {name: torch.linalg.vector_norm(grad, norm_type) for name, grad in grads.items()}
 
 
 def in_order(trained: nn.Module, norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -96,6 +101,12 @@ def total_norm(norms: Sequence[Tensor], norm_type: float, error_if_nonfinite: bo
     return total
 
 
+def clip(parameters: Iterable[nn.Parameter], max_norm: float, total: Tensor) -> None:
+    """Clip gradients by the norm of all, as torch does; of a sharded one the part of this rank."""
+    grads = [SimpleNamespace(grad=local(p.grad)) for p in parameters if p.grad is not None]
+    nn.utils.clip_grads_with_norm_(cast("list[Tensor]", grads), max_norm, total)
+
+
 def clip_factor(max_norm: float, total: Tensor) -> Tensor:
     """Return what `torch.nn.utils.clip_grads_with_norm_` multiplies every gradient by; 1: nothing is due."""
     return torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -106,8 +117,12 @@ def norms_text(own: Mapping[str, Tensor], asked: str) -> str:
     return json.dumps([asked, {name: [float(norm).hex(), str(norm.dtype)] for name, norm in own.items()}])
 
 
-def norms_of_texts(texts: Sequence[str], own: Mapping[str, Tensor], asked: str) -> dict[str, Tensor]:
+def norms_of_texts(
+    texts: Sequence[str], own: Mapping[str, Tensor], asked: str, of_parts: float | None = None
+) -> dict[str, Tensor]:
     """Return the norms in the texts of all ranks, by name, on the device of this process's.
+
+    ``of_parts``: every rank has another part of a gradient, and this is the order of the norm.
 
     Raises
     ------
@@ -125,8 +140,11 @@ def norms_of_texts(texts: Sequence[str], own: Mapping[str, Tensor], asked: str) 
             fix="call it on every rank with the same arguments, and the scale that pipeline.scaler() keeps",
         )
     device = next(iter(own.values())).device if own else torch.device("cpu")
-    return {
-        name: torch.tensor(float.fromhex(number), dtype=_DTYPES[dtype], device=device)
-        for _, numbers in parts
-        for name, (number, dtype) in numbers.items()
-    }
+    found: dict[str, list[Tensor]] = {}
+    for _, numbers in parts:
+        for name, (number, dtype) in numbers.items():
+            norm = torch.tensor(float.fromhex(number), dtype=_DTYPES[dtype], device=device)
+            found.setdefault(name, []).append(norm)
+    if of_parts is not None:
+        return {name: torch.linalg.vector_norm(torch.stack(n), of_parts) for name, n in found.items()}
+    return {name: norms[0] for name, norms in found.items()}

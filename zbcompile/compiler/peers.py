@@ -20,6 +20,7 @@ __all__ = [
     "refuse_shards",
     "require_one_plan",
     "require_own_groups",
+    "sharded_stages",
 ]
 
 
@@ -141,6 +142,13 @@ def reduced_stages(staged: StagedModel, group: PipelineGroup | None) -> tuple[in
     if group is None or len(group.replicas) == 1:
         return ()
     return tuple(stage.index for stage in staged.stages if stage.trainable)
+
+
+def sharded_stages(staged: StagedModel, group: PipelineGroup | None) -> tuple[int, ...]:
+    """Return the stages whose weights replicas share: none where each replica has all."""
+    if group is None or len(group.shards) == 1:
+        return ()
+    return tuple(stage.index for stage in staged.stages if stage.parameters)
 
 
 def refuse_shards(group: PipelineGroup | None, what: str) -> None:

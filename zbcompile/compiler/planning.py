@@ -73,7 +73,7 @@ def plan_for_all(
     if group is None:
         return _found_or_planned(options, num_ranks, call, staged, cache, observer)
     _agree(group, num_ranks, call, staged)
-    with_others = pipeline is not None and len(pipeline.replicas) > 1
+    with_others = pipeline is not None and len(pipeline.replicas) > len(pipeline.shards)
     speed: ReductionSpeed | None = None
     if pipeline is not None and with_others and isinstance(options.profile, Device):
         speed = counted_reduction(options.profile.link, len(pipeline.replicas))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.lower import LoweredPlan, lower
-from zbcompile.compiler.peers import reduced_stages, refuse_peers
+from zbcompile.compiler.peers import reduced_stages, refuse_peers, sharded_stages
 from zbcompile.compiler.planning import keep_order_of_changes
 from zbcompile.compiler.remeasure import profile_of
 from zbcompile.errors import UsageError
@@ -101,7 +101,13 @@ def replan(compiled: CompiledPipeline, threshold: float, time_limit_s: float) ->
             keep_order_of_changes(solution.schedule, compiled.staged)
             one = compiled.options.one_communicator
             reduced = reduced_stages(compiled.staged, group)
-            found = lower(solution, merge=True, one_communicator=one, reduced_stages=reduced)
+            found = lower(
+                solution,
+                merge=True,
+                one_communicator=one,
+                reduced_stages=reduced,
+                sharded_stages=sharded_stages(compiled.staged, group),
+            )
             result = weighed(compiled.plan, found, threshold)
             programs = found.programs()
             if group is not None:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from zbcompile.compiler.checkpoint import check_model, load_model, optimizer_parts, optimizer_state
 from zbcompile.compiler.compiled import CompiledPipeline
 from zbcompile.compiler.peers import refuse_shards
+from zbcompile.compiler.sharding import is_sharded, split_like
 from zbcompile.errors import PipelineError, UsageError
 from zbcompile.formats import checkpoint_json, folders, schedule_json
 from zbcompile.formats.checkpoint_json import PLAN_FILE, TRAINING_FILE, CheckpointFile
@@ -83,7 +84,7 @@ def save(
         with call.checks():
             _refuse_unreduced(compiled)
             refuse_shards(group, "save()")
-            state = _state(own(), optimizer) if group is None or group.replica == 0 else {}
+            state = _state(own(), optimizer) if group is None or group.writes else {}
             record = CheckpointFile(compiled.step_number, compiled.options.seed, extra)
             texts = {
                 TRAINING_FILE: checkpoint_json.dumps(record),
@@ -121,6 +122,7 @@ def load(
             reader = CheckpointReader(folder)
             found, state = _read(reader, mine, optimizer is not None)
             check_model(mine.tensors, found)
+            state = _split(state, mine)
             parts: dict[str, Any] = {}
             if optimizer is not None:
                 parts = optimizer_parts(mine.trained, mine.parameters, optimizer, state)
@@ -283,6 +285,17 @@ def _read(
     found = reader.read(wanted | entries)
     tensors = {name.removeprefix(model): found[name] for name in wanted}
     return tensors, {name.removeprefix(optimizer): found[name] for name in entries}
+
+
+def _split(entries: Mapping[str, Any], own: Own) -> dict[str, Any]:
+    """Return an optimizer's entries, those of sharded parameters sharded like them."""
+    found = dict(entries)
+    for name in own.parameters if any(map(is_sharded, own.tensors.values())) else ():
+        prefix = f"state.{name}."
+        for key, value in entries.items():
+            if key.startswith(prefix) and isinstance(value, Tensor):
+                found[key] = split_like(value, own.tensors[name])
+    return found
 
 
 def _prefix(prefix: str, names: Collection[str], reader: CheckpointReader) -> str:

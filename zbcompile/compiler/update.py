@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zbcompile.compiler.norms import (
+    clip,
     clip_factor,
     in_order,
     norms_of_texts,
@@ -189,7 +190,7 @@ def step_now(
 
 def _clip(parameters: Iterable[nn.Parameter], asked: Asked, outcome: Outcome) -> None:
     if outcome.clips and asked.max_norm is not None:
-        nn.utils.clip_grads_with_norm_(list(parameters), asked.max_norm, outcome.norm)
+        clip(parameters, asked.max_norm, outcome.norm)
 
 
 class PostValidation(Trial):

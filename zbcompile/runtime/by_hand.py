@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zbcompile.errors import ShapeError, UsageError
 from zbcompile.runtime.wiring import PortLike, Saved
 
-__all__ = ["SavedForBackward", "checked_gradients", "checked_inputs"]
+__all__ = ["SavedForBackward", "checked_gradients", "checked_inputs", "refuse_parts"]
 
 
 class SavedForBackward:
@@ -67,6 +68,23 @@ class SavedForBackward:
     def __repr__(self) -> str:
         held = "used" if self._values is None else f"{self.num_bytes} bytes"
         return f"<saved by {self.after} of stage {self.stage}: {held}>"
+
+
+def refuse_parts(stage: int, state: Mapping[str, Tensor]) -> None:
+    """Refuse a stage of whose weights this process has parts alone.
+
+    Raises
+    ------
+    UsageError
+        Names the first such parameter.
+    """
+    for name, tensor in state.items():
+        if isinstance(tensor, DTensor):
+            raise UsageError(
+                f"stage {stage} cannot be called by hand: its weights are sharded over replicas",
+                where=name,
+                fix="call pipeline.step() or pipeline.eval(), or compile without dp_shard",
+            )
 
 
 def checked_inputs(stage: int, ports: Sequence[PortLike], given: Sequence[Tensor]) -> list[Tensor]:

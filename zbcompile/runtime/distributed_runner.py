@@ -14,6 +14,7 @@ from zbcompile.runtime.channels.choice import make_channels
 from zbcompile.runtime.channels.gloo import BrokenChannelError, GlooChannels
 from zbcompile.runtime.channels.nccl import NcclChannels
 from zbcompile.runtime.channels.replicas import Replicas
+from zbcompile.runtime.channels.sharded import ShardedStages
 from zbcompile.runtime.doing import NOBODY, Doing
 from zbcompile.runtime.executor import failure
 from zbcompile.runtime.group import PipelineGroup
@@ -43,6 +44,11 @@ class DistributedRunner(Runner):
         The text of this rank's program.
     device
         Where its stages run; decides between gloo and NCCL.
+
+    Attributes
+    ----------
+    sharded
+        Its stages whose weights replicas share, which whoever made them sets here; None if there are none.
     """
 
     def __init__(self, group: PipelineGroup, spec: PipelineSpec, text: str, device: torch.device) -> None:
@@ -54,6 +60,7 @@ class DistributedRunner(Runner):
         self._replicas: Replicas | None = None
         self._made_at = -1
         self.end: Rank | None = None
+        self.sharded: ShardedStages | None = None
         self._waiting: tuple[Wait, Ticket, float] | None = None
         group.watchdog.on_end.append(self._abandon)
 
@@ -67,7 +74,7 @@ class DistributedRunner(Runner):
             return
         self._leave()
         self._channels = make_channels(self.group, self._spec, self._device)
-        if self._spec.has_gradients and len(self.group.replicas) > 1:
+        if self._spec.has_gradients and len(self.group.replicas) > len(self.group.shards):
             self._replicas = Replicas(self.group, self._device)
         self._made_at = self.group.calls.renewals
         self.end = Rank(self.rank, self._spec, {}, self._channels, self._device, self._replicas)
@@ -84,7 +91,7 @@ class DistributedRunner(Runner):
         self.connect()
         end = self.end
         assert end is not None
-        end.state = state
+        end.state, end.sharded = state, self.sharded
         end.begin(step, self.program.send_slots)
         watchdog.begin_messages()
         watchdog.watch(self._doing)

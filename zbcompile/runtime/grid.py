@@ -17,8 +17,8 @@ from zbcompile.errors import UsageError
 
 __all__ = ["OWN_DIMS", "Place", "place_in_mesh", "place_of_groups"]
 
-OWN_DIMS = ("pp", "dp")
-"""Dimensions of a mesh that are known here: ranks of a pipeline, and its replicas."""
+OWN_DIMS = ("pp", "dp", "dp_shard")
+"""Dimensions of a mesh that are known here: ranks of a pipeline, replicas, and such that share weights."""
 
 _FIX = 'write for instance init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))'
 
@@ -37,12 +37,15 @@ class Place:
         Those that run the same stages with the same weights, this one included.
     others
         Per further dimension of the mesh, its name and the processes along it.
+    is_sharded
+        Whether the replicas share the weights of their stages, each with a part of them.
     """
 
     members: tuple[int, ...]
     pipeline: tuple[int, ...]
     replicas: tuple[int, ...]
     others: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    is_sharded: bool = False
 
 
 def place_in_mesh(mesh: DeviceMesh) -> Place:
@@ -59,7 +62,7 @@ def place_in_mesh(mesh: DeviceMesh) -> Place:
         raise UsageError(
             "the mesh names neither pipelines nor replicas",
             where="mesh",
-            needed="a dimension pp, dp or both",
+            needed="a dimension pp, dp or dp_shard",
             given=names,
             fix=_FIX,
         )
@@ -75,11 +78,20 @@ def place_in_mesh(mesh: DeviceMesh) -> Place:
                 f"the ranks of the mesh do not ascend along {name}", where="mesh", given=along[name], fix=_FIX
             )
     alone = (dist.get_rank(),)
+    is_sharded = len(along.get("dp_shard", alone)) > 1
+    if is_sharded and len(along.get("dp", alone)) > 1:
+        raise UsageError(
+            "replicas either hold all weights of their stages (dp) or share them (dp_shard)",
+            where="mesh",
+            given=", ".join(f"{name} of {len(ranks)}" for name, ranks in along.items()),
+            fix="give one of the two dimensions",
+        )
     return Place(
         tuple(sorted(int(rank) for rank in mesh.mesh.flatten())),
         along.get("pp", alone),
-        along.get("dp", alone),
+        along["dp_shard"] if is_sharded else along.get("dp", alone),
         tuple((name, ranks) for name, ranks in along.items() if name not in OWN_DIMS),
+        is_sharded,
     )
 
 

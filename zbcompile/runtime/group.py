@@ -61,6 +61,8 @@ class PipelineGroup:
         The ranks that run the same stages with the same weights, and which of them it is.
     pipelines
         The pipelines of its replicas, in their order.
+    shards
+        The replicas that share the weights of this rank's stages; it alone where each has them all.
     others
         Per further dimension of the mesh, its name and the processes along it, as in `Place`.
     name
@@ -91,6 +93,7 @@ class PipelineGroup:
         self.replicas = [self.members.index(member) for member in place.replicas]
         self.pipeline_rank, self.replica = self.pipeline.index(self.rank), self.replicas.index(self.rank)
         self.pipelines, self.others = [self.pipeline], place.others
+        self.shards = self.replicas if place.is_sharded else [self.rank]
         key = tuple(self.members)
         self.name = f"zbcompile/{'-'.join(map(str, key))}/{self._made[key]}"
         self._made[key] += 1
@@ -118,6 +121,11 @@ class PipelineGroup:
         self.watchdog.on_end.append(self._break_control)
         self._tripwire = Tripwire(self.control, (self.rank + 1) % self.size, self._note_lost)
         self.clock_offset_ns = self._clock_offset_ns()
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank saves what its replicas have, too: its part of shared weights, or all of them."""
+        return self.replica == 0 or len(self.shards) > 1
 
     @staticmethod
     def present(group: ProcessGroup | Place | None, stall_limit_s: float) -> PipelineGroup | None:

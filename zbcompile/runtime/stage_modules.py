@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.errors import ShapeError, UsageError
-from zbcompile.runtime.by_hand import SavedForBackward, checked_gradients, checked_inputs
+from zbcompile.runtime.by_hand import SavedForBackward, checked_gradients, checked_inputs, refuse_parts
 from zbcompile.runtime.materialize import materialize
 from zbcompile.runtime.torch_private import module_tables
 from zbcompile.runtime.wiring import PortLike, RunnableStage
@@ -156,10 +156,12 @@ class Stage(nn.Module):
         Raises
         ------
         UsageError, ShapeError
-            Another number of tensors, or a tensor of another shape or dtype.
+            Another number of tensors, or a tensor of another shape or dtype; or the stage's weights are
+            sharded.
         """
         given = checked_inputs(self.index, self.inputs, inputs)
         state = dict(self.named_parameters()) | dict(self.named_buffers())
+        refuse_parts(self.index, state)
         with torch.no_grad():
             outputs, saved = self.compiled.run_forward(state, given)
         return tuple(outputs), SavedForBackward(self.index, "F", saved)

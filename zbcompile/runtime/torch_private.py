@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed.distributed_c10d import ProcessGroup, Store
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "TorchDispatchMode",
     "accumulate_hooks",
+    "begin_sharded",
     "copy_all",
     "found_not_finite",
     "has_step_hooks",
@@ -28,6 +30,7 @@ __all__ = [
     "own_store",
     "post_accumulate_hooks",
     "profiler_enabled",
+    "reduce_sharded",
     "tensor_tables",
 ]
 
@@ -98,6 +101,25 @@ def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors into others, in one call that no signal handler interrupts."""
     with torch.no_grad():
         torch._foreach_copy_(targets, sources)
+
+
+def begin_sharded(module: FSDPModule) -> None:
+    """Make ready a module that ``fully_shard`` was applied to, which will never run a forward of its own."""
+    module._get_fsdp_state()._lazy_init()
+
+
+def reduce_sharded(module: FSDPModule) -> None:
+    """Do what FSDP does after a module's backward: sum and scatter the gradients of its whole parameters.
+
+    The module stays as it is, gathered.
+    """
+    module.set_is_last_backward(True)
+    module.set_requires_gradient_sync(True)
+    module.set_reshard_after_backward(False)
+    state = module._get_fsdp_state()
+    for group in state._fsdp_param_groups:
+        group.post_backward()
+    state._root_post_backward_final_callback()
 
 
 def profiler_enabled() -> bool:

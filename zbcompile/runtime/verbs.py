@@ -16,6 +16,7 @@ from torch import Tensor
 from zbcompile.errors import PipelineError
 from zbcompile.runtime.channels.channel import Channels, Ticket
 from zbcompile.runtime.channels.replicas import Reduced, Replicas
+from zbcompile.runtime.channels.sharded import ShardedStages, ShardTicket
 from zbcompile.runtime.gradients import GradientSums
 from zbcompile.runtime.mailbox import Mailbox
 from zbcompile.runtime.randomness import stream, stream_seed
@@ -51,7 +52,9 @@ class Rank:
     device
         Where its stages run.
     replicas
-        Those of this rank; None if there are none.
+        Those of this rank, each with all weights of its stages; None if there are none.
+    sharded
+        Its stages whose weights replicas share; None if there are none.
 
     Attributes
     ----------
@@ -73,9 +76,10 @@ class Rank:
         channels: Channels,
         device: torch.device,
         replicas: Replicas | None = None,
+        sharded: ShardedStages | None = None,
     ) -> None:
         self.index, self.spec, self.state, self.channels = index, spec, state, channels
-        self.device, self.replicas = device, replicas
+        self.device, self.replicas, self.sharded = device, replicas, sharded
         self.recorder = Recorder(device)
         self.begin(Step(()))
 
@@ -85,7 +89,9 @@ class Rank:
         sums = GradientSums(self.spec.gradient_dtype, self.spec.accumulate)
         self.sums = step.sums.setdefault(self.index, sums)
         self.sums.restart(self.spec.microbatch_order)
-        self._reducing: dict[int, Reduced] = {}
+        self._reducing: dict[int, Reduced | ShardTicket] = {}
+        self._gathering: dict[int, ShardTicket] = {}
+        self._resharding: list[ShardTicket] = []
         self.gradients: dict[str, Tensor] = {}
         self.running: tuple[Kind, int, int] | None = None
         self.running_since = 0.0
@@ -100,7 +106,11 @@ class Rank:
         """F: run the stage on its arrived inputs; its outputs wait for their sends and local users."""
         table = self.spec.wiring.tables[stage]
         tickets = self._mailbox.awaited(False, table.forward_from, stage, microbatch)
-        yield Wait(tickets, Kind.FORWARD, stage, microbatch)
+        gathering = self._gathering.pop(stage, None)
+        yield Wait([*tickets, *([] if gathering is None else [gathering])], Kind.FORWARD, stage, microbatch)
+        if gathering is not None:
+            self.state = {**self.state, **gathering.found()}
+            self.recorder.note(Kind.UNSHARD, stage, 0, None, gathering.begun_ns, gathering.ended_ns)
         inputs: list[Tensor | None] = [None] * len(self.spec.stages[stage].inputs)
         for position, flat in table.batch:
             inputs[position] = self.step.batch[microbatch][flat]
@@ -187,18 +197,26 @@ class Rank:
         Its last W has run. Tied parameters come later, when the stages that hold them have been summed. A
         stage without replicas has nothing to do, as in torch's runtime.
         """
-        if self.replicas is None or not self.step.ends_sums or stage in self._reducing:
+        if not self.step.ends_sums or stage in self._reducing:
             return
         totals = self.sums.totals.get(stage, {})
+        if self.sharded is not None and stage in self.sharded.stages:
+            self._reducing[stage] = self.sharded.reduce(stage, totals)
+        if self.replicas is None:
+            return
         own = {name: total for name, total in totals.items() if name not in self.spec.tied}
         self._reducing[stage] = self.replicas.start((stage, ""), own)
         totals.update(own)
 
     def unshard(self, stage: int) -> None:
-        """Do nothing: the stage's parameters are not sharded, as with torch's runtime."""
+        """Begin to gather the stage's parameters, for which its first F waits; nothing where it holds all."""
+        if self.sharded is not None and stage in self.sharded.stages:
+            self._gathering[stage] = self.sharded.unshard(stage)
 
     def reshard(self, stage: int) -> None:
-        """Do nothing: the stage's parameters are not sharded, as with torch's runtime."""
+        """Let the gathered parameters go once their gradients are summed; nothing where it holds all."""
+        if self.sharded is not None and stage in self.sharded.stages:
+            self._resharding.append(self.sharded.reshard(stage))
 
     def wait_sent(self) -> Waits:
         """Wait until every message of this rank has arrived."""
@@ -206,6 +224,8 @@ class Rank:
 
     def reduce_gradients(self) -> Waits:
         """Sum per parameter name: own stages, tied parameters with their other holders, replicas."""
+        if self._resharding:
+            yield Wait(self._resharding)
         if not self.step.ends_sums:
             return
         stages = self.spec.placement.stages_of(self.index)
@@ -218,6 +238,8 @@ class Rank:
         if tickets:
             yield Wait(tickets)
         for stage, reduced in self._reducing.items():
+            if isinstance(reduced, ShardTicket):
+                self.sums.totals[stage] = reduced.found()
             self.recorder.note(Kind.REDUCE_GRAD, stage, 0, None, reduced.begun_ns, reduced.ended_ns)
         for stage in stages:
             for name, total in self.sums.totals.get(stage, {}).items():

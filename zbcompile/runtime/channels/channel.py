@@ -23,7 +23,8 @@ TiedKey = tuple[str, str, int]
 """One stage's gradient of a tied parameter: ("tied", parameter name, stage)."""
 
 ReducedKey = tuple[int, str]
-"""A stage's gradients, or that of the tied parameter that is named, summed over replicas: (stage, name)."""
+"""A stage's gradients, or that of the tied parameter that is named, summed over replicas: (stage, name). Or a
+stage's ``unshard`` or ``reshard``."""
 
 Key = MessageKey | TiedKey | ReducedKey
 """What a message is."""
@@ -69,6 +70,8 @@ def describe(key: Key) -> str:
     """Return a message, or a sum over replicas, in words."""
     if len(key) == 2:
         stage, name = key
+        if name in ("unshard", "reshard"):
+            return f"the {name} of stage {stage}"
         what = f"the tied parameter {name}" if name else f"stage {stage}"
         return f"the gradients of {what}, summed over the replicas,"
     if len(key) == 3:

@@ -1,0 +1,190 @@
+"""Weights that replicas share (FSDP2): sharded when the pipeline is compiled, whole where they are used."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from zbcompile.errors import UsageError
+from zbcompile.options import CompileOptions
+from zbcompile.passes import torch_private
+from zbcompile.passes.split.staged_model import StagedModel
+from zbcompile.runtime.channels.sharded import ShardedStages
+from zbcompile.runtime.gradients import tied_holders
+from zbcompile.runtime.group import PipelineGroup
+
+__all__ = [
+    "Shards",
+    "is_sharded",
+    "local",
+    "refuse_dtensors",
+    "refuse_unshardable",
+    "refuse_wrapped",
+    "split_like",
+    "whole",
+]
+
+
+def refuse_unshardable(options: CompileOptions, staged: StagedModel, group: PipelineGroup | None) -> None:
+    """Refuse what cannot be sharded, where a mesh has ``dp_shard``.
+
+    Raises
+    ------
+    UsageError
+        Names the option or the parameter.
+    """
+    if group is None or len(group.shards) == 1:
+        return
+    for name, value in (("free_model", options.free_model), ("gradient_dtype", options.gradient_dtype)):
+        if value:
+            raise UsageError(
+                f"{name} cannot be had with weights that replicas share",
+                where="mesh",
+                fix=f"leave {name} out, or give replicas all weights (dp in place of dp_shard)",
+            )
+    for name, stages in tied_holders([stage.parameters for stage in staged.stages]).items():
+        raise UsageError(
+            "several stages hold a parameter that replicas would share, and gather it at different times",
+            where=name,
+            given=f"stages {', '.join(map(str, stages))}",
+            fix="cut so that one stage holds it, untie it, or use dp in place of dp_shard",
+        )
+    empty = next((name for name, tensor in staged.captured.state.items() if tensor.is_meta), None)
+    if empty is not None:
+        raise UsageError(
+            "a model on the meta device cannot be sharded: its weights have no values yet",
+            where=empty,
+            fix="build it with values, or use dp in place of dp_shard",
+        )
+
+
+class Shards:
+    """The sharded stages of this process, and what stands in the model for them.
+
+    Parameters
+    ----------
+    trained
+        The module that owns all tensors: its parameters are replaced by this rank's parts.
+    group
+        All ranks, which come here.
+    own
+        Stage of this rank -> its parameters by name.
+    device
+        Where they are.
+
+    Attributes
+    ----------
+    stages
+        What gathers, sums and scatters.
+    """
+
+    def __init__(
+        self,
+        trained: nn.Module,
+        group: PipelineGroup,
+        own: Mapping[int, Mapping[str, nn.Parameter]],
+        device: torch.device,
+    ) -> None:
+        self._trained, self._group = trained, group
+        self.stages = ShardedStages(group, own, device)
+        group.watchdog.on_end.append(self.stages.abandon)
+        self._parts = {n: p for stage in self.stages.stages.values() for n, p in stage.parts.items()}
+        before = {name: parameter for stage in own.values() for name, parameter in stage.items()}
+        _replace(trained, [(before[name], part) for name, part in self._parts.items()])
+
+    def check(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse parameters that somebody else has put in the place of the parts."""
+        for name, part in self._parts.items():
+            if state[name] is not part:
+                raise UsageError(
+                    "a sharded parameter was replaced after the model was compiled",
+                    where=name,
+                    fix="copy values into it (pipeline.load_state_dict), and leave the parameter itself",
+                )
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have the whole parameters stand in the model. All ranks come here."""
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for stage in self.stages.stages:
+            found = self._group.alone(self.stages.unshard(stage).found, f"gathers stage {stage}")
+            pairs += [(self._parts[name], parameter) for name, parameter in found.items()]
+        _replace(self._trained, pairs)
+        try:
+            yield
+        finally:
+            _replace(self._trained, [(whole, part) for part, whole in pairs])
+            for stage in self.stages.stages:
+                self.stages.reshard(stage).found()
+
+    def close(self) -> None:
+        """Leave the communicator."""
+        if self.stages.abandon in self._group.watchdog.on_end:
+            self._group.watchdog.on_end.remove(self.stages.abandon)
+        self.stages.close()
+
+
+def refuse_dtensors(state: Mapping[str, Tensor]) -> None:
+    """Refuse parameters that were sharded from outside."""
+    for name, tensor in state.items():
+        if isinstance(tensor, DTensor):
+            raise UsageError(
+                "a parameter was made a DTensor after the model was compiled: graphs take whole ones",
+                where=name,
+                fix="let compile(mesh=) shard it, with a dimension dp_shard",
+            )
+
+
+def refuse_wrapped(trained: nn.Module) -> None:
+    """Refuse a model that torch's data parallelism has been put around: no call of a step goes through it.
+
+    It leaves no trace in the model, so all objects are looked through.
+    """
+    own = set(map(id, trained.modules()))
+    for found in gc.get_objects():
+        if issubclass(type(found), nn.parallel.DistributedDataParallel) and id(found.module) in own:
+            raise UsageError(
+                "DistributedDataParallel holds the model, and would sum no gradient of a step",
+                fix="leave it out, and give compile(mesh=) a mesh with a dimension dp",
+            )
+
+
+def _replace(trained: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Put other tensors into the model wherever it holds certain ones."""
+    other = {id(old): new for old, new in pairs}
+    for module in trained.modules():
+        for table in torch_private.tensor_tables(module):
+            for name, tensor in table.items():
+                if id(tensor) in other:
+                    table[name] = other[id(tensor)]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether a tensor is this rank's part of a larger one."""
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a sharded tensor, whose ranks all come here; any other as it is."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.full_tensor()
+
+
+def split_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Return a whole tensor sharded as a parameter is, where that has its shape; else as it is."""
+    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
+        return tensor
+    here = tensor.to(parameter.device)
+    return distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None)
