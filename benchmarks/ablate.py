@@ -1,4 +1,4 @@
-"""What each part of the planner is worth: forty problems, planned with all parts, then without one of them.
+"""What each part of the planner is worth: problems planned with all parts, then without one of them.
 
     python benchmarks/planner.py ablate [--rows WORD ...] [--parts NAME ...] [--seeds N] [--resume FILE]
 
@@ -9,9 +9,11 @@ without it would be the same one. Every plan is appended to FILE as a line of JS
 holds already is not planned again. Two plans run side by side.
 
 Columns of the table, over rows and seeds: how often the part ran; how often it changed anything; how often it
-won (it stands in the lineage of the order, or raised the bound of the certificate); how often the value is
-worse or better without it; mean and worst loss of value without it; mean growth of the gap without it, in
-points of a per cent; processor seconds in it.
+won (it stands in the lineage of the order, or raised the bound of the certificate); how many of the plans
+that it changed were made without it, too; how often the value is worse or better without it; mean and worst
+loss of value without it; mean growth of the gap without it, in points of a per cent; processor seconds in it.
+Means are over the plans that were made without the part and those that it did not change; dashes stand where
+none was made without it yet.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from benchmarks.ablation_rows import ROWS, Row
 from zbcompile.errors import NoOrderError
 from zbcompile.planner.plan import PartRun, plan
 from zbcompile.planner.portfolio import NAMES
+from zbcompile.planner.unequal import PERMUTE
 
 __all__ = ["Plan", "inert", "main", "planned", "table"]
 
@@ -42,6 +45,9 @@ SOLVER_S = {
     "exact": 10.0,
 }
 """Seconds that the parts with a solver get at most."""
+
+PARTS = (*NAMES, PERMUTE)
+"""What is left out, one after the other."""
 
 Key = tuple[str, int, str]
 """Row, seed, and the part that was left out (none: empty)."""
@@ -137,6 +143,8 @@ def planned(row: Row, seed: int, without: str = "") -> Plan:
     seconds, spent = time.monotonic() - began, defaultdict(float)
     for part in trace:
         spent[part.name] += part.cpu_s
+    if row.problem.microbatch_costs and without != PERMUTE:
+        spent[PERMUTE] += 0.0  # it is no part of the portfolio, and is not traced
     raised = [part.name for part in trace if "bound" in part.changed and not part.depth]
     return Plan(
         row.name,
@@ -212,11 +220,11 @@ def run(
     return {key: made for key, made in known.items() if key[0] in names and key[1] < seeds}
 
 
-def table(plans: dict[Key, Plan], parts: Sequence[str] = NAMES) -> Iterator[str]:
+def table(plans: dict[Key, Plan], parts: Sequence[str] = PARTS) -> Iterator[str]:
     """Yield the table in Markdown, and what is to be known about it."""
     whole = [made for made in plans.values() if not made.without]
-    yield "| part | ran | changed | won | worse | better | mean loss | worst loss | mean gap | cpu s |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield "| part | ran | changed | won | without | worse | better | mean loss | worst | mean gap | cpu s |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for name in parts:
         yield _line(name, [made for made in whole if name in made.cpu_s], plans)
     yield ""
@@ -237,18 +245,23 @@ def _line(name: str, ran: Sequence[Plan], plans: dict[Key, Plan]) -> str:
     gaps = [o.gap - m.gap for m, o in pairs if o.value_ns]
     none = sum(other.value_ns is None for _, other in pairs)
     worst = max(losses, default=0.0)
+    changed = sum(name not in made.inert for made in ran)
+    known = max(1, len(ran) - changed + len(pairs))
     cells: list[object] = [
         name,
         len(ran),
-        sum(name not in made.inert for made in ran),
+        changed,
         sum(name in made.winners for made in ran),
+        len(pairs),
         sum(loss > 0 for loss in losses) + none,
         sum(loss < 0 for loss in losses),
-        f"{sum(losses) / max(1, len(ran)):.3%}",
+        f"{sum(losses) / known:.3%}",
         f"no order ({none})" if none else f"{max(worst, 0.0):.2%}",
-        f"{100 * sum(gaps) / max(1, len(ran)):.3f}",
+        f"{100 * sum(gaps) / known:.3f}",
         f"{sum(made.cpu_s[name] for made in ran):.0f}",
     ]
+    if changed and not pairs:
+        cells[4:10] = "0-----"
     return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -258,7 +271,7 @@ def main(words: Sequence[str]) -> None:
         "planner.py ablate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", nargs="*", default=[""], help="words of row names (all)")
-    parser.add_argument("--parts", nargs="*", choices=NAMES, default=NAMES, metavar="NAME", help="(all)")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, metavar="NAME", help="(all)")
     parser.add_argument("--seeds", type=int, default=3, help="(3)")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="log to append to")
     parser.add_argument("--processes", type=int, default=2, help="plans side by side (2)")

@@ -1,4 +1,4 @@
-"""The forty problems on which parts of the planner are left out, one after the other."""
+"""The problems on which parts of the planner are left out, one after the other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import Problem
 
 __all__ = ["ROWS", "Row"]
@@ -85,6 +86,13 @@ def _variants(model: str, m: int, cap_in_p: float) -> Problem:
     return Problem.of(Profile.uniform(stage, 4, latency * 1000), None, m, int(saved * 4 * cap_in_p))
 
 
+def _sizes(problem: Problem, seed: int) -> Problem:
+    """Return the problem with microbatches of .5 to 1.5 times its times and bytes."""
+    rng = random.Random(seed)
+    sizes = [rng.uniform(0.5, 1.5) for _ in range(problem.num_microbatches)]
+    return problem.with_(microbatch_costs=tuple(MicrobatchCost.of(size, size) for size in sizes))
+
+
 LINE, V, LOOP = Placement.linear, Placement.v, Placement.looped
 
 ROWS = (
@@ -124,6 +132,23 @@ ROWS = (
     Row(
         "sends 6.2B looped p=4 m=18 cap 1.5p batched", _problem("6.2B", LOOP(4), 18, 1.5, transport="batched")
     ),
+    Row("tight 1.5B v p=8 m=24 cap 0.5p (V-Min)", _problem("1.5B", V(8), 24, 0.5)),
+    Row("tight 6.2B v p=4 m=16 cap 0.5p makespan", _problem("6.2B", V(4), 16, 0.5, "makespan")),
+    Row("v 1.5B p=8 m=24 cap 0.625p (V-Half)", _problem("1.5B", V(8), 24, 0.625)),
+    Row(
+        "v 14.6B p=4 m=24 cap 1p ranks renumbered",
+        _problem("14.6B", Placement((2, 0, 3, 1, 1, 3, 0, 2)), 24, 1),
+    ),
+    Row("looped 1.5B p=4 x 4 m=16 cap 1p", _problem("1.5B", LOOP(4, 4), 16, 1)),
+    Row("unequal 5 looped p=4 m=16 cap 1p", _unequal(5, LOOP(4), 16, 1)),
+    Row(
+        "sends 1.5B looped p=4 m=16 cap 1p rendezvous",
+        _problem("1.5B", LOOP(4), 16, 1, transport="rendezvous"),
+    ),
+    Row("sends 6.2B v p=4 m=16 cap 1p batched", _problem("6.2B", V(4), 16, 1, transport="batched")),
+    Row("sends unequal 6 p=6 m=18 cap 1p batched", _unequal(6, LINE(6), 18, 1).with_(transport="batched")),
+    Row("sizes 1.5B p=4 m=12 cap 1p", _sizes(_problem("1.5B", LINE(4), 12, 1), 0)),
+    Row("sizes 6.2B v p=4 m=12 cap 1p makespan", _sizes(_problem("6.2B", V(4), 12, 1, "makespan"), 1)),
     Row("decisions BW saves 10 % p=4 m=36 cap 1.5p", _fused(36, 12, 0.1)),
     Row("decisions BW saves 25 % p=4 m=12 cap 1p", _fused(12, 8, 0.25, 2_000)),
     Row("decisions BW saves 10 % no time left", _fused(48, 12, 0.1), 0.0),

@@ -74,6 +74,11 @@ def _sum_of_twice(values):
     return total
 
 
+@jit
+def _sum_of_first_and_last(values):
+    return _twice(values, 0) + _twice(values, len(values) - 1)
+
+
 def run_script(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", script],
@@ -95,6 +100,13 @@ def test_a_kernel_runs_on_lists_as_it_is_and_on_arrays_compiled() -> None:
         before = compile_seconds()
         assert _sum_of_twice(vector([4])) == 8
     assert compile_seconds() == before
+
+
+def test_a_kernel_that_others_call_is_compiled_once_whatever_constants_it_is_given() -> None:
+    if not can_compile():
+        pytest.skip("nothing is compiled")
+    assert _sum_of_first_and_last.dispatcher(cache=False)(vector([1, 2, 3])) == 8
+    assert len(_twice.called_by_kernels().overloads) == 1
 
 
 def test_seconds_of_compiling_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,11 @@ from zbcompile.errors import UsageError
 from zbcompile.planner.bounds.blocking_send import blocking_send_bound
 from zbcompile.planner.exact.proofs import EXACT_ACTIONS, Crossing, Exact, FromBelow, QuickCrossing
 from zbcompile.planner.improve.fuse import RuleOfThumb, SplitOrFuse
-from zbcompile.planner.improve.halving import Anneal, AnnealOn, Fold, Shortlist
+from zbcompile.planner.improve.halving import Anneal, AnnealOn, Fold
 from zbcompile.planner.improve.redispatch import Redispatch
 from zbcompile.planner.parts import AnalyticBound, Part
 from zbcompile.planner.starts.coarse import Coarse
 from zbcompile.planner.starts.initial import Classic, ListSchedules, OneAtATime
-from zbcompile.planner.starts.kind_ranking import KindRanking
 from zbcompile.planner.starts.offset_key_orders import OffsetKeyOrders
 from zbcompile.planner.starts.other_mode import OtherMode
 from zbcompile.planner.starts.rounds import RoundOrders
@@ -34,8 +33,6 @@ _SHORT = (
     OneAtATime(),
     RoundOrders(),
     VList(),
-    KindRanking(),
-    Shortlist(),
     Redispatch(),
     Fold(rounds=3),
     OffsetKeyOrders(always=True),
@@ -56,8 +53,6 @@ PORTFOLIO: tuple[Part, ...] = (
     SplitOrFuse(),
     Short(_SHORT),
     VList(),
-    KindRanking(),
-    Shortlist(),
     Redispatch(),
     OffsetKeyOrders(),
     QuickCrossing(),

@@ -16,9 +16,24 @@ from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.core.tables import pack
 from zbcompile.planner.improve.anneal import Annealer
-from zbcompile.planner.improve.cells import TOUCHED, lay_out
+from zbcompile.planner.improve.cells import (
+    GAPS,
+    HIGH,
+    KEPT_LINE,
+    KEPT_NUMBER,
+    KEPT_SCORE,
+    KEPT_WORST,
+    LINE,
+    LOW,
+    NUMBER,
+    POSITION,
+    RANK_AT,
+    STATE,
+    TOUCHED,
+    lay_out,
+)
 from zbcompile.planner.improve.halving import Anneal, AnnealOn
-from zbcompile.planner.improve.kept_order import keep, renumber, score_of, worst_of
+from zbcompile.planner.improve.kept_order import keep, renumber
 from zbcompile.planner.improve.moves import move_many, move_one
 from zbcompile.planner.improve.retime import rebuild, restore, retime
 from zbcompile.planner.parts import search
@@ -44,41 +59,42 @@ class Changed:
         self.scorer, codes = Scorer(self.instance), one_at_a_time(self.instance)
         self.jumps = Annealer(self.instance).jumps
         self.offsets, _ = pack(self.instance, codes)
-        self.cells, self.at = lay_out(self.instance, codes, seed + 1)
+        self.cells = lay_out(self.instance, codes, seed + 1)
+        self.ranks, self.places = range(self.instance.num_ranks), range(sum(map(len, codes)))
         truth = self.truth()
         assert truth is not None
-        assert rebuild(self.cells, self.at) == truth[1]
+        assert rebuild(self.cells) == truth[1]
 
     def truth(self) -> tuple[int, int] | None:
         """Objective and score of the line as it is."""
-        return self.scorer.score_line(self.offsets, self.cells[: self.at.num_places])
+        return self.scorer.score_line(self.offsets, self.cells[LINE][: len(self.places)])
 
     def change(self, rng: random.Random) -> tuple[int, int] | None:
         """Make some moves; return the positions that they reach from and to."""
-        cells, at = self.cells, self.at
+        cells = self.cells
         for _ in range(rng.randint(1, 3)):
-            rank = rng.randrange(at.num_ranks)
+            rank = rng.choice(self.ranks)
             if rng.random() < 0.5:
-                move_many(cells, at, rank, 7)
+                move_many(cells, rank, 7)
             else:
-                move_one(cells, at, rank, self.jumps)
-        ranks = [r for r in range(at.num_ranks) if cells[at.low + r] >= 0]
+                move_one(cells, rank, self.jumps)
+        ranks = [r for r in self.ranks if cells[LOW, r] >= 0]
         for r in ranks:
-            renumber(cells, at, cells[at.low + r], cells[at.high + r])
-        lows = [int(cells[at.position + cells[at.low + r]]) for r in ranks]
-        highs = [int(cells[at.position + cells[at.high + r]]) for r in ranks]
+            renumber(cells, cells[LOW, r], cells[HIGH, r])
+        lows = [int(cells[POSITION, cells[LOW, r]]) for r in ranks]
+        highs = [int(cells[POSITION, cells[HIGH, r]]) for r in ranks]
         return (min(lows), max(highs)) if ranks else None
 
     def settle(self, kept: bool) -> None:
         """Forget the moves; take them back unless they are kept."""
-        cells, at = self.cells, self.at
-        for k in range(at.num_places):
+        cells = self.cells
+        for k in self.places:
             if not kept:
-                cells[at.line + k] = cells[at.kept_line + k]
-                cells[at.number + k] = cells[at.kept_number + k]
-        for r in range(at.num_ranks):
-            cells[at.low + r] = -1
-        cells[at.state + TOUCHED] = 0
+                cells[LINE, k] = cells[KEPT_LINE, k]
+                cells[NUMBER, k] = cells[KEPT_NUMBER, k]
+        for r in self.ranks:
+            cells[LOW, r] = -1
+        cells[STATE, TOUCHED] = 0
 
 
 @settings(max_examples=60, deadline=None)
@@ -91,7 +107,7 @@ def test_what_is_timed_anew_equals_the_whole_clock(seed: int) -> None:
     changed = Changed(
         random_problem(rng, ranks=ranks, microbatches=rng.randint(1, 6), placement=placement), seed
     )
-    cells, at = changed.cells, changed.at
+    cells = changed.cells
     for _ in range(40):
         window = changed.change(rng)
         truth = changed.truth()
@@ -99,21 +115,21 @@ def test_what_is_timed_anew_equals_the_whole_clock(seed: int) -> None:
             changed.settle(False)
             continue
         for most in (truth[1] - 1, truth[1] - rng.randint(1, 500)):
-            assert retime(cells, at, *window, most) in (-2, truth[1])
-            restore(cells, at, window[0])
+            assert retime(cells, *window, most) in (-2, truth[1])
+            restore(cells, window[0])
         most = rng.choice((truth[1], ENDLESS))
-        assert retime(cells, at, *window, most) == truth[1]
+        assert retime(cells, *window, most) == truth[1]
         kept = rng.random() < 0.5
         if kept:
-            keep(cells, at, *window, truth[1])
-            assert (worst_of(cells, at), score_of(cells, at)) == truth
-            codes: list[list[tuple[int, int]]] = [[] for _ in range(at.num_ranks)]
-            for k in range(at.num_places):
-                codes[cells[at.rank_at + k]].append(divmod(int(cells[at.line + k]), at.num_stages))
-            waits = [int(gap) for gap in cells[at.gaps : at.gaps + at.num_places]]
+            keep(cells, *window, truth[1])
+            assert (cells[STATE, KEPT_WORST], cells[STATE, KEPT_SCORE]) == truth
+            codes: list[list[tuple[int, int]]] = [[] for _ in changed.ranks]
+            for k in changed.places:
+                codes[cells[RANK_AT, k]].append(divmod(int(cells[LINE, k]), changed.instance.num_stages))
+            waits = [int(cells[GAPS, k]) for k in changed.places]
             assert waits == changed.scorer.gaps(codes)
         else:
-            restore(cells, at, window[0])
+            restore(cells, window[0])
         changed.settle(kept)
 
 

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-__all__ = ["MakeVector", "SearchClock", "Vector", "can_compile", "compile_seconds", "jit", "vector"]
+__all__ = ["MakeVector", "SearchClock", "Vector", "can_compile", "compile_seconds", "jit", "matrix", "vector"]
 
 Vector = Any
 """An int64 array or a list of ints."""
@@ -91,6 +91,30 @@ def vector(values: Sequence[int] | Sequence[float]) -> Vector:
     return numpy.array(values, dtype=kind)
 
 
+class _Rows(dict[Any, int]):
+    """A matrix in plain Python: elements by row and column, and a row as a list of its own."""
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        super().__init__(((r, k), number) for r, row in enumerate(rows) for k, number in enumerate(row))
+        self.width = len(rows[0])
+
+    def __missing__(self, row: int) -> list[int]:
+        return [self[row, k] for k in range(self.width)]
+
+
+_PLAIN = {list, _Rows}
+"""Types of arrays on which kernels run as they are."""
+
+
+def matrix(rows: Sequence[Sequence[int]]) -> Vector:
+    """Return rows of one width as an array or as `_Rows`, as `vector` does for one row."""
+    if not can_compile():
+        return _Rows(rows)
+    import numpy
+
+    return numpy.array(rows, dtype=numpy.int64)
+
+
 class _Kernel:
     """A function that runs compiled on arrays, and as it is on lists."""
 
@@ -98,10 +122,10 @@ class _Kernel:
         functools.update_wrapper(self, function)
         self.function = function
         self.compiled: Callable[..., Any] | None = None
-        self.dispatchers: dict[bool, Any] = {}
+        self.inner: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
-        if list in map(type, arguments):
+        if not _PLAIN.isdisjoint(map(type, arguments)):
             return self.function(*arguments)
         if self.compiled is None:
             with _LOCK:
@@ -116,9 +140,10 @@ class _Kernel:
         return {name: kernel for name, kernel in found.items() if isinstance(kernel, _Kernel)}
 
     def sources(self) -> Iterable[object]:
-        """Yield what compiled code depends on: the code of this kernel and of all that it calls."""
-        code = self.function.__code__
+        """Yield what compiled code depends on: code and constants of this kernel and all that it calls."""
+        code, known = self.function.__code__, self.function.__globals__
         yield code.co_code, code.co_consts, code.co_names
+        yield [known[name] for name in code.co_names if isinstance(known.get(name), (int, float))]
         for _, kernel in sorted(self.called().items()):
             yield from kernel.sources()
 
@@ -127,8 +152,7 @@ class _Kernel:
 
         Where no folder can be written, or the cache is broken, it is compiled without one.
         """
-        numba = _numba()
-        signature = tuple(map(numba.typeof, arguments))
+        signature = tuple(map(_numba().typeof, arguments))
         try:
             compiled = self.dispatcher(cache=True)
             compiled.compile(signature)
@@ -138,20 +162,31 @@ class _Kernel:
         found: Callable[..., Any] = compiled
         return found
 
-    def dispatcher(self, *, cache: bool) -> Any:
+    def dispatcher(self, **options: bool) -> Any:
         """Return numba's function for a copy that calls the compiled forms of the kernels it calls.
 
         Its name holds a checksum of its sources: numba's cache looks at the file of the function alone.
         """
-        if cache in self.dispatchers:
-            return self.dispatchers[cache]
-        names = {name: kernel.dispatcher(cache=cache) for name, kernel in self.called().items()}
+        names = {name: kernel.called_by_kernels() for name, kernel in self.called().items()}
         given = self.function
         copy = types.FunctionType(given.__code__, {**given.__globals__, **names}, given.__name__)
         copy.__module__ = given.__module__
         copy.__qualname__ = f"{given.__qualname__}_{zlib.crc32(repr(list(self.sources())).encode()):08x}"
-        self.dispatchers[cache] = _numba().njit(cache=cache, nogil=True)(copy)
-        return self.dispatchers[cache]
+        return _numba().njit(nogil=True, **options)(copy)
+
+    def called_by_kernels(self) -> Any:
+        """Return numba's function that other kernels call.
+
+        It is the one that Python calls, if that is there. Else it is compiled without what Python and C would
+        call it by, and is part of what is cached of those kernels. A constant among its arguments is of no
+        type of its own: it would be compiled again for every constant.
+        """
+        if self.inner is None:
+            unliteral = _numba().types.unliteral
+            self.inner = self.compiled or self.dispatcher(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+            template = self.inner.get_call_template
+            self.inner.get_call_template = lambda args, kws: template(tuple(map(unliteral, args)), kws)
+        return self.inner
 
 
 def jit(function: Callable[..., Any]) -> Callable[..., Any]:

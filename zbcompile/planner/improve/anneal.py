@@ -9,10 +9,8 @@ from zbcompile.planner.core.instance import Codes, Instance
 from zbcompile.planner.core.kernel import scratch_size
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.core.tables import EXPONENTIAL, pack, unpack
-from zbcompile.planner.improve.anneal_kernel import anneal, note_score
+from zbcompile.planner.improve.anneal_kernel import anneal
 from zbcompile.planner.improve.cells import lay_out
-from zbcompile.planner.improve.kept_order import worst_of
-from zbcompile.planner.improve.retime import rebuild
 
 __all__ = ["JUMPS", "Annealer"]
 
@@ -69,13 +67,8 @@ class Annealer:
         instance, scorer, p = self.instance, self.scorer, self.instance.num_ranks
         offsets, best = pack(instance, codes)
         size = int(offsets[p])
-        cells, at = lay_out(instance, codes, (seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1)
-        score = int(rebuild(cells, at))
-        scratch = vector([0] * scratch_size(scorer.tables, size))
-        if instance.steps.any:
-            score, scratch = scorer.evaluate(offsets, best)
-            note_score(cells, at, score, int(scratch[3 * p]))
-        scores = vector([score, int(worst_of(cells, at)), 0, 0])
+        cells = lay_out(instance, codes, (seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1)
+        scores, scratch = vector([0] * 5), vector([0] * scratch_size(scorer.tables, size))
         frozen = vector([0] * (3 * p))
         for r, (low, high, copies) in enumerate(frozen_blocks or ()):
             begin = int(offsets[r])
@@ -87,14 +80,13 @@ class Annealer:
                 anneal(
                     scorer.tables,
                     cells,
-                    at,
                     offsets,
                     best,
                     scores,
                     done,
                     min(tries, done + chunk),
                     tries,
-                    float(heat * score),
+                    heat,
                     goal,
                     self.jumps,
                     self.exponential,

@@ -8,8 +8,26 @@ from __future__ import annotations
 from zbcompile.planner.core.compiled import Vector, jit
 from zbcompile.planner.core.kernel import evaluate_line, stays_legal
 from zbcompile.planner.core.tables import Tables
-from zbcompile.planner.improve.cells import KEPT_SCORE, KEPT_WORST, TOUCHED, Layout
-from zbcompile.planner.improve.kept_order import keep, renumber, score_of, worst_of
+from zbcompile.planner.improve.cells import (
+    HIGH,
+    KEPT_LINE,
+    KEPT_NUMBER,
+    KEPT_SCORE,
+    KEPT_WORST,
+    LINE,
+    LOW,
+    MICROBATCHES,
+    NUMBER,
+    OWN,
+    OWN_AT,
+    PLACES,
+    POSITION,
+    RANKS,
+    STAGES,
+    STATE,
+    TOUCHED,
+)
+from zbcompile.planner.improve.kept_order import keep, renumber
 from zbcompile.planner.improve.moves import (
     below,
     move_cause,
@@ -21,7 +39,7 @@ from zbcompile.planner.improve.moves import (
 )
 from zbcompile.planner.improve.retime import rebuild, restore, retime
 
-__all__ = ["anneal", "note_score"]
+__all__ = ["anneal"]
 
 _KEPT = 256
 """Changes kept before the topological order is made anew: it then follows the time again."""
@@ -31,7 +49,7 @@ _WIDTH = 7
 
 
 @jit
-def _keep_block(cells: Vector, at: Layout, low: int, high: int, copies: int, rank: int) -> bool:
+def _keep_block(cells: Vector, low: int, high: int, copies: int, rank: int) -> bool:
     """Make what changed in one copy of a frozen block change in all copies.
 
     The first of ``copies`` copies reaches from ``low`` to ``high``. Returns False if a block without a second
@@ -40,131 +58,101 @@ def _keep_block(cells: Vector, at: Layout, low: int, high: int, copies: int, ran
     size = high - low
     for copy in range(copies):
         for k in range(low + copy * size, high + copy * size):
-            if cells[at.line + k] != cells[at.kept_line + k]:
+            if cells[LINE, k] != cells[KEPT_LINE, k]:
                 if copies == 1:
                     return False
-                touch(cells, at, rank, low, low + copies * size - 1)
+                touch(cells, rank, low, low + copies * size - 1)
                 for other in range(copies):
                     if other != copy:
                         for i in range(size):
-                            code = cells[at.line + low + copy * size + i]
-                            cells[at.line + low + other * size + i] = code
+                            code = cells[LINE, low + copy * size + i]
+                            cells[LINE, low + other * size + i] = code
                 return True
     return True
 
 
 @jit
-def _change(cells: Vector, at: Layout, jumps: Vector) -> None:
+def _change(cells: Vector, jumps: Vector) -> None:
     """Make up to four moves: one in three tries of four, further ones mostly on the same rank.
 
     Of 64 moves, 3 move an action into a gap and 10 move up what held up a message; 13 move a range of
     microbatches of one (kind, stage), and 38 a single action.
     """
     rank, moves = -1, 1
-    dice = random_bits(cells, at) & 63
+    dice = random_bits(cells) & 63
     if dice >= 48:
         moves = 2 if dice < 60 else 3
     for _ in range(moves):
-        dice = random_bits(cells, at) & 127
+        dice = random_bits(cells) & 127
         if rank < 0 or dice & 1:
-            rank = below(cells, at, at.num_ranks)
+            rank = below(cells, cells[STATE, RANKS])
         dice >>= 1
         if dice < 3:
-            rank = move_into_gap(cells, at, rank)
+            rank = move_into_gap(cells, rank)
         elif dice < 13:
-            rank = move_cause(cells, at, rank, jumps)
+            rank = move_cause(cells, rank, jumps)
         elif dice < 26:
-            rank = move_many(cells, at, rank, _WIDTH)
+            rank = move_many(cells, rank, _WIDTH)
         else:
-            rank = move_one(cells, at, rank, jumps)
+            rank = move_one(cells, rank, jumps)
 
 
 @jit
-def _is_legal(
-    t: Tables, cells: Vector, at: Layout, offsets: Vector, counts: Vector, frozen_blocks: Vector
-) -> bool:
+def _is_legal(t: Tables, cells: Vector, offsets: Vector, counts: Vector, frozen_blocks: Vector) -> bool:
     """Return whether the changed rows are legal and fit, and frozen blocks are as they must be."""
-    S = at.num_stages
-    for c in range(cells[at.state + TOUCHED]):
-        r = cells[at.state + TOUCHED + 1 + c]
+    S = cells[STATE, STAGES]
+    for c in range(cells[STATE, TOUCHED]):
+        r = cells[STATE, TOUCHED + 1 + c]
         low, high, copies = frozen_blocks[3 * r], frozen_blocks[3 * r + 1], frozen_blocks[3 * r + 2]
-        if copies > 0 and not _keep_block(cells, at, low, high, copies, r):
+        if copies > 0 and not _keep_block(cells, low, high, copies, r):
             return False
-        if not stays_legal(t, offsets, cells, r, counts):  # the line begins the array
+        if not stays_legal(t, offsets, cells[LINE], r, counts):
             return False
         if copies > 1:
-            for e in range(cells[at.own_at + r], cells[at.own_at + r + 1]):
-                s = cells[at.own + e]
-                if counts[s] != at.num_microbatches or counts[2 * S + s] != counts[S + s]:
+            for e in range(cells[OWN_AT, r], cells[OWN_AT, r + 1]):
+                s = cells[OWN, e]
+                if counts[s] != cells[STATE, MICROBATCHES] or counts[2 * S + s] != counts[S + s]:
                     return False
-                if counts[S + s] + counts[3 * S + s] != at.num_microbatches:
+                if counts[S + s] + counts[3 * S + s] != cells[STATE, MICROBATCHES]:
                     return False
     return True
 
 
 @jit
-def _undo(cells: Vector, at: Layout) -> None:
+def _undo(cells: Vector) -> None:
     """Take back the moves."""
-    for c in range(cells[at.state + TOUCHED]):
-        r = cells[at.state + TOUCHED + 1 + c]
-        for k in range(cells[at.low + r], cells[at.high + r] + 1):
-            cells[at.line + k] = cells[at.kept_line + k]
-            cells[at.number + k] = cells[at.kept_number + k]
+    for c in range(cells[STATE, TOUCHED]):
+        r = cells[STATE, TOUCHED + 1 + c]
+        for k in range(cells[LOW, r], cells[HIGH, r] + 1):
+            cells[LINE, k] = cells[KEPT_LINE, k]
+            cells[NUMBER, k] = cells[KEPT_NUMBER, k]
 
 
 @jit
-def _forget(cells: Vector, at: Layout) -> None:
+def _forget(cells: Vector) -> None:
     """Note that nothing is changed."""
-    for c in range(cells[at.state + TOUCHED]):
-        cells[at.low + cells[at.state + TOUCHED + 1 + c]] = -1
-    cells[at.state + TOUCHED] = 0
+    for c in range(cells[STATE, TOUCHED]):
+        cells[LOW, cells[STATE, TOUCHED + 1 + c]] = -1
+    cells[STATE, TOUCHED] = 0
+
+
+@jit
+def _settle(t: Tables, cells: Vector, offsets: Vector, scratch: Vector, ends: Vector, limits: Vector) -> None:
+    """Make the line the order at hand, from nothing.
+
+    Where stages cost something once a step, which `rebuild` and `retime` do not know, its score is that of
+    the whole clock.
+    """
+    rebuild(cells)
+    if t.has_steps:
+        cells[STATE, KEPT_SCORE] = evaluate_line(t, offsets, cells[LINE], scratch, ends, limits)
+        cells[STATE, KEPT_WORST] = scratch[3 * t.num_ranks]
 
 
 @jit
 def _try(
     t: Tables,
     cells: Vector,
-    at: Layout,
-    offsets: Vector,
-    jumps: Vector,
-    counts: Vector,
-    frozen_blocks: Vector,
-    most: int,
-) -> bool:
-    """Change the order at hand; keep the change if its score is at most ``most``. Return whether it is."""
-    _change(cells, at, jumps)
-    kept = False
-    if cells[at.state + TOUCHED] > 0 and _is_legal(t, cells, at, offsets, counts, frozen_blocks):
-        begin, end = at.num_places, -1
-        for c in range(cells[at.state + TOUCHED]):
-            r = cells[at.state + TOUCHED + 1 + c]
-            renumber(cells, at, cells[at.low + r], cells[at.high + r])
-            begin = min(begin, cells[at.position + cells[at.low + r]])
-            end = max(end, cells[at.position + cells[at.high + r]])
-        score = retime(cells, at, begin, end, most)
-        kept = 0 <= score <= most
-        if kept:
-            keep(cells, at, begin, end, score)
-        else:
-            restore(cells, at, begin)
-    if not kept:
-        _undo(cells, at)
-    _forget(cells, at)
-    return kept
-
-
-@jit
-def note_score(cells: Vector, at: Layout, score: int, worst: int) -> None:
-    """Note the score and the objective of the order at hand."""
-    cells[at.state + KEPT_SCORE] = score
-    cells[at.state + KEPT_WORST] = worst
-
-
-@jit
-def _try_whole(
-    t: Tables,
-    cells: Vector,
-    at: Layout,
     offsets: Vector,
     jumps: Vector,
     counts: Vector,
@@ -174,21 +162,31 @@ def _try_whole(
     ends: Vector,
     limits: Vector,
 ) -> bool:
-    """Do what `_try` does, with the whole order timed anew.
-
-    So it is where stages cost something once a step, which `retime` does not know.
-    """
-    _change(cells, at, jumps)
+    """Change the order at hand; keep the change if its score is at most ``most``. Return whether it is."""
+    _change(cells, jumps)
     kept = False
-    if cells[at.state + TOUCHED] > 0 and _is_legal(t, cells, at, offsets, counts, frozen_blocks):
-        score = evaluate_line(t, offsets, cells, scratch, ends, limits)  # the line begins the array
+    legal = cells[STATE, TOUCHED] > 0 and _is_legal(t, cells, offsets, counts, frozen_blocks)
+    if legal and t.has_steps:
+        score = evaluate_line(t, offsets, cells[LINE], scratch, ends, limits)
         kept = 0 <= score <= most
         if kept:
-            rebuild(cells, at)
-            note_score(cells, at, score, scratch[3 * t.num_ranks])
+            _settle(t, cells, offsets, scratch, ends, limits)
+    elif legal:
+        begin, end = cells[STATE, PLACES], -1
+        for c in range(cells[STATE, TOUCHED]):
+            r = cells[STATE, TOUCHED + 1 + c]
+            renumber(cells, cells[LOW, r], cells[HIGH, r])
+            begin = min(begin, cells[POSITION, cells[LOW, r]])
+            end = max(end, cells[POSITION, cells[HIGH, r]])
+        score = retime(cells, begin, end, most)
+        kept = 0 <= score <= most
+        if kept:
+            keep(cells, begin, end, score)
+        else:
+            restore(cells, begin)
     if not kept:
-        _undo(cells, at)
-    _forget(cells, at)
+        _undo(cells)
+    _forget(cells)
     return kept
 
 
@@ -196,7 +194,6 @@ def _try_whole(
 def anneal(
     t: Tables,
     cells: Vector,
-    at: Layout,
     offsets: Vector,
     best: Vector,
     scores: Vector,
@@ -222,18 +219,20 @@ def anneal(
     ----------
     t
         The problem.
-    cells, at
-        The order at hand and what is known of it (`zbcompile.planner.improve.cells`).
+    cells
+        The order at hand and what is known of it (`zbcompile.planner.improve.cells`): the first
+        try fills it.
     offsets
         Where each rank's row begins in the line, and the number of actions.
     best
         The best order's line.
     scores
-        Its score and objective, try of the last gain, and changes kept since the topological order was made.
+        Five elements: its score and objective, try of the last gain, changes kept since the topological order
+        was made, and the score at first.
     first, last, total
         The range of tries, and the number of all.
     heat
-        Temperature of the first try in units of the score; it falls as (1 - try / total) squared.
+        Temperature of the first try as a share of the score at first; it falls as (1 - try / total) squared.
     goal
         Objective in ns at which to stop.
     jumps, exponential
@@ -245,34 +244,32 @@ def anneal(
     scratch, ends, limits
         Buffers of `evaluate_line`, which is asked where stages cost something once a step.
     """
+    if first == 0:
+        _settle(t, cells, offsets, scratch, ends, limits)
+        scores[4] = scores[0] = cells[STATE, KEPT_SCORE]
+        scores[1] = cells[STATE, KEPT_WORST]
     for n in range(first, last):
         if scores[1] <= goal:
             return n
         left = 1.0 - n / total
-        most = score_of(cells, at) + int(heat * left * left * exponential[random_bits(cells, at) & 4095])
-        if t.has_steps:
-            kept = _try_whole(
-                t, cells, at, offsets, jumps, counts, frozen_blocks, most, scratch, ends, limits
-            )
-        else:
-            kept = _try(t, cells, at, offsets, jumps, counts, frozen_blocks, most)
-            scores[3] += kept
-        if kept:
-            score, worst = score_of(cells, at), worst_of(cells, at)
+        most = cells[STATE, KEPT_SCORE] + int(
+            heat * scores[4] * left * left * exponential[random_bits(cells) & 4095]
+        )
+        if _try(t, cells, offsets, jumps, counts, frozen_blocks, most, scratch, ends, limits):
+            scores[3] += 1
+            score, worst = cells[STATE, KEPT_SCORE], cells[STATE, KEPT_WORST]
             if worst < scores[1] or (worst == scores[1] and score < scores[0]):
                 scores[0] = score
                 scores[1] = worst
                 scores[2] = n
-                for k in range(at.num_places):
-                    best[k] = cells[at.line + k]
+                for k in range(cells[STATE, PLACES]):
+                    best[k] = cells[LINE, k]
         if n - scores[2] > total // 6:
             scores[2] = n
-            for k in range(at.num_places):
-                cells[at.line + k] = best[k]
-            rebuild(cells, at)
-            if t.has_steps:
-                note_score(cells, at, scores[0], scores[1])
+            for k in range(cells[STATE, PLACES]):
+                cells[LINE, k] = best[k]
+            _settle(t, cells, offsets, scratch, ends, limits)
         elif scores[3] >= _KEPT:
             scores[3] = 0
-            rebuild(cells, at)
+            _settle(t, cells, offsets, scratch, ends, limits)
     return last

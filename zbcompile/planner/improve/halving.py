@@ -22,7 +22,7 @@ from zbcompile.planner.improve.fold import Folded, fold
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.run import Run
 
-__all__ = ["Anneal", "AnnealOn", "Fold", "Shortlist"]
+__all__ = ["Anneal", "AnnealOn", "Fold"]
 
 _HEATS = (4e-4, 1.5e-4)
 _CHAIN_HEATS = (4e-4, 3e-3, 1e-3, 1.5e-4)
@@ -37,23 +37,6 @@ _APART = 1_000_003
 
 _AGAIN = 4
 """Orders that are annealed again every other time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shortlist:
-    """Cuts the pool to its best few, before orders are made from them."""
-
-    most: int = 4
-    name: str = "shortlist"
-
-    def applies(self, run: Run) -> bool:
-        """Return whether no send holds up its rank: the pool's scores are for that."""
-        return not run.holds_rank
-
-    def improve(self, run: Run) -> Iterator[Order]:
-        """Cut the pool; offer its best order again, which changes nothing."""
-        run.pool = run.pool[: self.most]
-        yield from run.pool[:1]
 
 
 @dataclass(frozen=True, slots=True)
