@@ -19,7 +19,7 @@ SEARCHED = "placement v"
 
 def comparable(text: str) -> list[str]:
     lines = [re.sub(" +", " ", line.rstrip()) for line in text.rstrip().splitlines()]
-    return [re.sub("[ 0-9.,~-]+", "#", line) if line.startswith(SEARCHED) else line for line in lines]
+    return [re.sub("[ 0-9.,~+-]+", "#", line) if line.startswith(SEARCHED) else line for line in lines]
 
 
 @pytest.mark.parametrize(("command", "shown"), BLOCKS, ids=[command for command, _ in BLOCKS])
