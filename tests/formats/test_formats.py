@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from tests.support.places import EXAMPLES, GOLDEN
 from tests.support.strategies import greedy_order, problems
 from zbcompile.errors import FormatError, UsageError
-from zbcompile.formats import checkpoint_json, chrome_trace, measured_json, profile_json, schedule_json
+from zbcompile.formats import (
+    checkpoint_json,
+    chrome_trace,
+    measured_json,
+    profile_json,
+    schedule_json,
+    selftest_json,
+)
 from zbcompile.formats.checkpoint_json import CheckpointFile
 from zbcompile.formats.fields import format_json, parse_json
 from zbcompile.formats.measured_json import Measured
@@ -265,6 +272,7 @@ def test_every_example_and_golden_file_is_read_and_matches_its_schema() -> None:
         "zbcompile.profile": profile_json.loads,
         "zbcompile.measured": measured_json.loads,
         "zbcompile.checkpoint": checkpoint_json.loads,
+        "zbcompile.selftest": selftest_json.loads,
     }
     found = set()
     for path in [*EXAMPLES.glob("**/*.json"), *GOLDEN.glob("*.json")]:

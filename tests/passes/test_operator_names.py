@@ -38,6 +38,7 @@ ALLOWED: dict[str, tuple[str, str]] = {
     "profile/cpu_rates.py": ("native_dropout _softmax", "the functions whose rates it measures"),
     "split/boxed.py": ("clone.default", "inserted"),
     "split/in_place.py": ("aten", "looks an operator's form in place up by its name"),
+    "split/recompute.py": ("cat.default", "what torch puts behind an all-gather along another dimension"),
     "torch_patches.py": (
         "aten dropout.default empty_strided.default index _linalg_check_errors upsample_linear1d "
         "upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa "

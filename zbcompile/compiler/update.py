@@ -27,6 +27,7 @@ from zbcompile.compiler.norms import (
 )
 from zbcompile.compiler.optimizer_snapshot import Options, Snapshot
 from zbcompile.errors import PipelineError, UsageError, ZBCompileError
+from zbcompile.passes.torch_private import version_of
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.spec import Trial
 
@@ -248,7 +249,7 @@ class PostValidation(Trial):
         self._gradients = [(p, p.grad) for p in own.values() if p.grad is not None]
         for parameter, _ in self._gradients:
             parameter.grad = None
-        self._versions = {name: (p, p._version) for name, p in own.items()}
+        self._versions = {name: (p, version_of(p)) for name, p in own.items()}
 
     def void(self, wait: bool) -> bool:
         """Return whether the weights do not stand, as `Trial.void` says."""
@@ -275,7 +276,7 @@ class PostValidation(Trial):
         if self.settled:
             return
         for name, (parameter, version) in self._versions.items():
-            if parameter._version != version:
+            if version_of(parameter) != version:
                 raise UsageError(
                     "a parameter was changed while the optimizer's step was not validated",
                     where=name,
