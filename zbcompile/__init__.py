@@ -13,7 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zbcompile.pipeline import Microbatches, Pipeline, Stage, compile
+    from zbcompile.api import compile
+    from zbcompile.pipeline import Microbatches, Pipeline, Stage
     from zbcompile.planner.placements import plan_auto
     from zbcompile.planner.plan import plan
     from zbcompile.runtime.by_hand import SavedForBackward
@@ -61,7 +62,8 @@ PUBLIC_MODULES = (
 """Modules whose own ``__all__`` is public, too."""
 
 _HOMES = {
-    "zbcompile.pipeline": ("Microbatches", "Pipeline", "Stage", "compile"),
+    "zbcompile.api": ("compile",),
+    "zbcompile.pipeline": ("Microbatches", "Pipeline", "Stage"),
     "zbcompile.planner.placements": ("plan_auto",),
     "zbcompile.planner.plan": ("plan",),
     "zbcompile.runtime.by_hand": ("SavedForBackward",),
