@@ -29,12 +29,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 from zbcompile.errors import UsageError
+from zbcompile.schedule.held_gradients import MAKES_GRADIENTS
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.problem import Problem
 
 __all__ = ["channel_ns", "has_step_costs", "update_ns", "with_stage_actions", "with_those_of"]
-
-_LAST = (Kind.BACKWARD_WEIGHT, Kind.FULL_BACKWARD)
 
 
 def has_step_costs(problem: Problem) -> bool:
@@ -105,7 +104,7 @@ def with_stage_actions(
 def _completed(row: Sequence[Action], sharded: Collection[int], reduced: Collection[int]) -> list[Action]:
     """Return a rank's row with what it lacks."""
     there = {(action.kind, action.stage) for action in row if action.kind.is_of_stage}
-    last = {action.stage: k for k, action in enumerate(row) if action.kind in _LAST}
+    last = {action.stage: k for k, action in enumerate(row) if action.kind in MAKES_GRADIENTS}
     forwards = dict.fromkeys(action.stage for action in row if action.kind is Kind.FORWARD)
     wanted = [s for s in forwards if s in sharded and (Kind.UNSHARD, s) not in there]
     result = [Action(Kind.UNSHARD, s, 0) for s in wanted]
