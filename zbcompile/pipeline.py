@@ -242,11 +242,7 @@ class Pipeline(Sequence[Stage]):
             [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
         )
         compiled, own = self._ready(), dict(self._own_parameters())
-        if compiled.unreduced_steps:
-            raise UsageError(
-                f"gradients of {compiled.unreduced_steps} steps wait for their sum over the replicas",
-                fix="let the last step before optimizer_step() reduce",
-            )
+        compiled.refuse_unreduced("optimizer_step()")
         return compiled.updates.step(
             list(optimizers),
             own,
@@ -606,9 +602,10 @@ class Pipeline(Sequence[Stage]):
 
     def _norms(self, norm_type: float, asked: str) -> dict[str, Tensor]:
         self._refuse_if_closed()
-        group, own = self._ready().group, dict(self._own_parameters())
+        compiled, own = self._ready(), dict(self._own_parameters())
+        compiled.refuse_unreduced(asked)
         asked = f"{asked} at loss_scale {self.loss_scale}"
-        return gradient_norms(self._trained(), own, float(norm_type), group, asked)
+        return gradient_norms(self._trained(), own, float(norm_type), compiled.group, asked)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

@@ -568,6 +568,12 @@ def test_an_option_that_is_given_says_something(capsys, schedule_path: Path, opt
     assert run(capsys, "show", schedule_path, option, "")[:2] == (2, "")
 
 
+def test_a_window_behind_the_step_is_refused(capsys, schedule_path: Path) -> None:
+    code, out, err = run(capsys, "show", schedule_path, "--from", "500s", "--to", "600s")
+    assert (code, out) == (2, "")
+    assert "--from lies behind the end of the step" in err
+
+
 def test_a_foreign_file_is_named_as_such(capsys, profile_path: Path, schedule_path: Path) -> None:
     code, _, err = run(capsys, "show", profile_path)
     assert code == 2

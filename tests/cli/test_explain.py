@@ -142,6 +142,9 @@ def test_what_if_prints_a_row_per_change(capsys) -> None:
     assert rows[1] == "as it is 881.2 ms 881.2 ms proved"
     assert rows[2] == "20 % more memory 806.2 ms 806.2 ms proved -75 ms (-8.5 %)"
     assert rows[3] == "the link 2-3 slower by 10ms 901.2 ms 901.2 ms proved +20 ms (+2.3 %)"
+    other = EXAMPLE.replace(".schedule", ".11GiB.schedule")  # proved by a solver, in more time than this
+    rows = run(capsys, "explain", other, "--what-if", "microbatches=+1", "--time-limit", "0.1")[1]
+    assert re.search("as it is .* proved", rows)
     code, out, _ = run(capsys, *words, "--json")
     table = json.loads(out)
     assert (table["format"], table["version"]) == ("zbcompile.what_if", 1)

@@ -69,5 +69,12 @@ def test_pieces_say_what_they_hold_and_stages_are_made_of_them() -> None:
     assert of_cuts(Cuts(Profile(costs), (2, 1)), Placement.linear(2)) == "Et*5|L"
     with pytest.raises(UsageError, match="model.layers.0 is cut"):
         of_cuts(Cuts(Profile(costs), (1, 2)), Placement.linear(2))
+    numbered = tuple(
+        StageCost(1, 1, 1, 2, 1, 1, name=n) for n in ("enc2.emb, enc2.layers.0-1", "enc2.layers.2, h1")
+    )
+    assert of_cuts(Cuts(Profile(numbered), (1, 1)), Placement.linear(2)) == "Ett|tL"
+    wide = tuple(StageCost(1, 1, 1, 2, 1, 1, name=f"a, b.0-{10**6 - 1}") for _ in range(2))
+    with pytest.raises(UsageError, match="name too many layers"):
+        of_cuts(Cuts(Profile(wide), (1, 1)), Placement.linear(2))
     with pytest.raises(UsageError, match="do not say which layers"):
         of_cuts(Cuts(Profile((StageCost.simple(1, 1, 1),) * 2), (1, 1)), Placement.linear(2))

@@ -110,13 +110,13 @@ def test_several_steps_have_one_reduction(found: list[dict[str, Any]]) -> None:
     for record in found:
         assert record["early"] == {}
         assert record["two steps"] == []
-        assert "gradients of 1 steps wait for their reduction" in record["unsaved"]
+        assert "gradients of 1 steps wait for their sum over the replicas" in record["unsaved"]
         assert "the same number of microbatches and loss_scale" in record["scaled"]
 
 
 def test_what_replicas_cannot_share_is_refused_by_name(found: list[dict[str, Any]]) -> None:
     for rank, record in enumerate(found):
-        assert "another number or shape than that of the first" in record["short"], rank
+        assert "the replicas differ in the microbatches, in number or shape" in record["short"], rank
         assert record["after"] == []
         assert "1.running_mean" in record["buffer"]
         assert "each replica would change it" in record["buffer"]
@@ -175,6 +175,11 @@ def test_weights_that_replicas_share_train_as_the_plain_loop(tmp_path: Path) -> 
         for pair in record["clipped"].values():
             torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-8)
         assert "untie it" in record["tied"]
+        assert record["marks"] == {"kept"}
+        assert record["hooks"] == (len(record["parts"]), True)
+        assert "SGD was made before the weights were sharded" in record["early optimizer"]
+        assert "is a single number" in record["scalar"]
+        assert "0.scale" in record["scalar"]
         assert "its weights are sharded over replicas" in record["by hand"]
         assert "let compile(mesh=) shard it" in record["dtensor"]
         assert "DistributedDataParallel holds the model" in record["wrapped"]

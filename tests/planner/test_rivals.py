@@ -100,9 +100,10 @@ def test_the_first_line_says_whether_it_is_worth_it(given: Problem, words: tuple
     assert "\n" not in line
 
 
-def test_what_is_longer_than_an_order_without_zero_bubble_does_not_pay() -> None:
+def test_a_published_order_with_zero_bubble_counts_where_the_plan_is_longer() -> None:
     given = problem(4, 16, 100)
     line = gain_line(summarize(ScheduleFile.of(plan(given, time_limit_s=2, fuse="always"))), rivals(given))
-    assert line.startswith("zero bubble does not pay here")
+    assert line.startswith("zero bubble is worth it here")
+    assert line.endswith("try two stages per rank")
     assert f"longer than {INTERLEAVED}" in line
     assert ZB_V in line

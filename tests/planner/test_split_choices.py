@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+import zbcompile.planner.split_choices as split_choices_module
 from zbcompile.errors import UsageError
-from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W, to_codes
+from zbcompile.planner.core.instance import BW, B, Codes, F, Fusing, Instance, W, to_codes
 from zbcompile.planner.core.score import fits
+from zbcompile.planner.portfolio import NAMES
 from zbcompile.planner.split_choices import SplitTable, split_choices
-from zbcompile.planner.split_reasons import MOST_EXPLAINED, Cause, rank_reasons
+from zbcompile.planner.split_reasons import MOST_EXPLAINED, Cause, rank_reasons, saving_ns
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import TRANSPORTS, Problem
+from zbcompile.schedule.solution import Solution
 
 
 def two_ranks(saving: int, travel: int, cap: int | None = None, weight: int = 1) -> Problem:
@@ -52,6 +57,25 @@ def test_every_row_obeys_its_rule_and_ours_is_no_longer() -> None:
         assert [reason.travel_ns for reason in table.reasons] == [None, 5]
     assert tables[0].reasons[0].fused is not None
     assert tables[0].reasons[0].fused.cause is Cause.SAVING
+
+
+def test_a_shorter_row_is_ours_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that ends early must not lose to a choice that stands beside it."""
+    problem, plan = two_ranks(saving=2, travel=5), split_choices_module.plan
+
+    def hurried(given: Problem, **options: Any) -> Solution:
+        if options["fuse"] is Fusing.AUTO:
+            options["without"] = {name for name in NAMES if name not in ("classic", "one_at_a_time")}
+        return plan(given, **options)
+
+    monkeypatch.setattr(split_choices_module, "plan", hurried)
+    for table in split_choices(problem, level=1, seconds_per_row=60):
+        check_table(table)
+
+
+def test_what_fusing_saves_counts_the_overhead_of_a_call() -> None:
+    stage, dear = StageCost(10, 10, 10, 20, 2, 1), StageCost(16, 16, 16, 26, 2, 1)
+    assert saving_ns(stage, Profile((stage,), overhead_ns=6)) == saving_ns(dear, Profile((dear,))) == 6
 
 
 def test_several_stages_per_rank_obey_the_rule_too() -> None:

@@ -184,6 +184,20 @@ def test_blocking_sends_are_planned_under_their_own_clock() -> None:
     assert found.certificate.value_ns < given.certificate.value_ns
 
 
+@pytest.mark.parametrize("placement", [Placement.looped(2), Placement.v(2)], ids=str)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_reduction_is_planned_and_classic_orders_that_hang_are_passed_by(
+    placement: Placement, transport: str
+) -> None:
+    costs = tuple(MicrobatchCost.of(str(factor)) for factor in (3, 0.5, 1))
+    stage = replace(StageCost.simple(2, 2, 2), unshard_ns=3, reduce_ns=5, update_ns=1)
+    problem = Problem.of(
+        Profile.uniform(stage, 4, 1), placement, 3, None, "span", transport, microbatch_costs=costs
+    )
+    solution = plan(problem, time_limit_s=2, level=1)
+    assert simulate(solution.schedule, problem).value_ns == solution.certificate.value_ns
+
+
 def test_microbatches_that_fit_one_by_one_alone_have_an_order() -> None:
     profile = Profile.uniform(StageCost.simple(10, 10, 10, 100, 50), 2)
     costs = [MicrobatchCost((MILLION,), sizes) for sizes in ((MILLION, 2 * MILLION), (2 * MILLION, MILLION))]

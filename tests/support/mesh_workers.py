@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -326,8 +327,15 @@ def fully_sharded(rank: int, folder: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (REPLICAS, RANKS), mesh_dim_names=("dp_shard", "pp"))
     replica = mesh.get_local_rank("dp_shard")
     model, plain = layers(), layers()
+    seen_by_hook: list[bool] = []
+    for parameter in model.parameters():
+        parameter.mark = "kept"  # type: ignore[attr-defined]
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: seen_by_hook.append(threading.current_thread() is threading.main_thread())
+        )
     pipeline = compiled(model, replica, mesh=mesh)
     found: dict[str, Any] = {"differ": [], "program": pipeline.source(0)}
+    found["marks"] = {getattr(p, "mark", None) for p in pipeline.parameters()}
     found["parts"] = {name: list(local(p).shape) for name, p in pipeline.named_parameters()}
     mine = torch.optim.AdamW(list(pipeline.parameters()), lr=0.1)
     theirs = torch.optim.AdamW(plain.parameters(), lr=0.1)
@@ -346,6 +354,7 @@ def fully_sharded(rank: int, folder: str) -> dict[str, Any]:
         found["differ"] += equal(_whole(pipeline), dict(plain.named_parameters()))
 
     compare(0)
+    found["hooks"] = len(seen_by_hook), all(seen_by_hook)
     compare(1)
     x, y = (t.chunk(REPLICAS)[replica] for t in batch())
     seen = pipeline.eval(x)
@@ -378,6 +387,14 @@ def fully_sharded(rank: int, folder: str) -> dict[str, Any]:
     pipeline.close()
     again.close()
     found["tied"] = refused(lambda: compiled(Tied(), replica, mesh=mesh))
+    early = layers()
+    held = torch.optim.SGD(early.parameters(), lr=0.1)
+    found["early optimizer"] = refused(lambda: compiled(early, replica, mesh=mesh))
+    del held
+    scalar = layers()
+    scalar[0].scale = nn.Parameter(torch.ones(()))
+    scalar[0].register_forward_hook(lambda module, args, output: output * module.scale)
+    found["scalar"] = refused(lambda: compiled(scalar, replica, mesh=mesh))
     plainly = layers()
     other = compiled(plainly, replica, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp")))
     before = plainly[0].weight

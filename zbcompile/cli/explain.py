@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -151,6 +152,9 @@ def _what_if(arguments: argparse.Namespace, file: ScheduleFile) -> int:
         observer=reporter,
     )
     base, rows = next(outcomes), []
+    held = found.proof is not None and found.proof.fault is None
+    if held and file.certificate is not None and base.bound_ns is not None:  # its problem is the file's
+        base = replace(base, bound_ns=max(base.bound_ns, file.certificate.bound_ns))
     while not reporter.interrupted:
         row = next(outcomes, None)
         if row is None:

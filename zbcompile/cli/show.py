@@ -81,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     measured = None if arguments.measured is None else _measured(arguments.measured, summary)
     if arguments.html is not None:
         arguments.html.write(page(_shown(arguments, summary, measured)))
-    picture = Picture(summary, _view(arguments, summary, screen_lines() if on_screen else None), measured)
+    view = _view(arguments, summary, measured, screen_lines() if on_screen else None)
+    picture = Picture(summary, view, measured)
     ranks = summary.timeline.schedule.num_ranks
     most = min(MAX_COLUMNS, max(_LEAST_COLUMNS, _MAX_CELLS // ranks))
     if arguments.svg is not None:
@@ -136,7 +137,9 @@ def _measured(path: str, summary: Summary) -> Measured:
     return measured
 
 
-def _view(arguments: argparse.Namespace, summary: Summary, lines: int | None) -> View:
+def _view(
+    arguments: argparse.Namespace, summary: Summary, measured: Measured | None, lines: int | None
+) -> View:
     whole = summary.timeline.makespan_ns
     window = None
     if arguments.first is not None or arguments.last is not None:
@@ -144,6 +147,11 @@ def _view(arguments: argparse.Namespace, summary: Summary, lines: int | None) ->
         last = whole if arguments.last is None else parse_time(arguments.last, whole)
         if not 0 <= first < last:
             raise UsageError("--from must lie before --to", given=f"{first} ns to {last} ns")
+        end = max(whole, 0 if measured is None else measured.makespan_ns)
+        if first >= end:
+            raise UsageError(
+                "--from lies behind the end of the step", needed=f"less than {end} ns", given=f"{first} ns"
+            )
         window = (first, last)
     schedule = summary.timeline.schedule
     return View(

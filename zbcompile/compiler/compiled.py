@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbcompile.compiler.call import Batch, constant_values, name_of
@@ -174,6 +175,15 @@ class CompiledPipeline:
         """Steps whose gradients have not been summed over the replicas yet."""
         return self._unreduced.steps
 
+    def refuse_unreduced(self, asked: str) -> None:
+        """Refuse a call for which gradients must be summed over the replicas. Raises `UsageError`."""
+        if self.unreduced_steps:
+            raise UsageError(
+                f"gradients of {self.unreduced_steps} steps wait for their sum over the replicas",
+                where=asked,
+                fix="leave reduce=False out of the step before, or forget them with pipeline.zero_grad()",
+            )
+
     def forget_unreduced(self) -> None:
         """Forget their gradients. All ranks do."""
         self._unreduced = Unreduced()
@@ -230,9 +240,9 @@ class CompiledPipeline:
                 self._check_weights(state)
                 self._kept_gradients.check(self.plan, self.spec, self.runner.rank, state)
                 self._check_read_buffers(self.staged.captured.read_buffers)
+                if not self._has_run and dist.is_initialized():
+                    refuse_wrapped(self.trained)
                 if self.group is not None:
-                    if not self._has_run:
-                        refuse_wrapped(self.trained)
                     self._check_replicas(self.group, state)
                     if waits or self._shards is not None:
                         # Nothing else makes the replicas meet before they have changed something.

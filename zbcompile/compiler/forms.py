@@ -156,7 +156,7 @@ def first_form(
     """
     _check_number(options, call)
     _check_costs(options, call)
-    cache = PlanCache(options, num_ranks, call)
+    cache = PlanCache(options, num_ranks, call, group)
     alone = num_ranks == options.num_stages
     staged = _stages(
         options,
@@ -232,7 +232,7 @@ def further_form(
         rank_speeds=(),  # the first form's costs are those of its ranks
         time_limit_s=min(options.time_limit_s, _AT_ONCE_S),
     )
-    cache = PlanCache(quick, first.plan.schedule.num_ranks, call)
+    cache = PlanCache(quick, first.plan.schedule.num_ranks, call, group)
     form = _planned(quick, group, group, call, staged, cache, quiet)
     if options.free_model and group is not None:
         form.free_others(with_loss(options.model, options.loss_fn), group)

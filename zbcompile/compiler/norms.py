@@ -76,6 +76,8 @@ def gradient_norms(
 def own_norms(own: Mapping[str, nn.Parameter], norm_type: float) -> dict[str, Tensor]:
     """Return the norms of this process's gradients, or of its parts of them, by name."""
     grads = {name: local(p.grad) for name, p in own.items() if p.grad is not None}
+    # A rank may have nothing of a small parameter, and an empty part has no largest entry.
+    grads = {name: grad if grad.numel() else grad.new_zeros(1) for name, grad in grads.items()}
     return {name: torch.linalg.vector_norm(grad, norm_type) for name, grad in grads.items()}
 
 

@@ -148,7 +148,8 @@ class Options:
 
     def _set(self, options: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         for optimizer, groups in zip(self._optimizers, options, strict=True):
-            for group, values in zip(optimizer.param_groups, groups, strict=True):
+            # Groups that were added since stand behind those, and keep what they have.
+            for group, values in zip(optimizer.param_groups[: len(groups)], groups, strict=True):
                 group.update(values)
 
 

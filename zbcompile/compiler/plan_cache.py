@@ -24,6 +24,7 @@ from zbcompile.formats.files import read_text, write_text
 from zbcompile.options import CompileOptions
 from zbcompile.passes.split.recompute import AUTO
 from zbcompile.passes.split.staged_model import StagedModel
+from zbcompile.runtime.group import PipelineGroup
 from zbcompile.schedule.check import checked_times
 from zbcompile.schedule.devices import Device
 from zbcompile.schedule.problem import Problem
@@ -41,6 +42,8 @@ class PlanCache:
         With the folder; without one nothing is found or kept.
     num_ranks, call
         Of the pipeline.
+    group
+        The pipeline's processes and replicas; None for one process.
 
     Attributes
     ----------
@@ -48,8 +51,11 @@ class PlanCache:
         As given.
     """
 
-    def __init__(self, options: CompileOptions, num_ranks: int, call: CallForm) -> None:
+    def __init__(
+        self, options: CompileOptions, num_ranks: int, call: CallForm, group: PipelineGroup | None
+    ) -> None:
         self._options, self.num_ranks, self._call = options, num_ranks, call
+        self._replicas = (1, 1) if group is None else (len(group.replicas), len(group.shards))
         self._found: Solution | None = None
         self._looked = False
 
@@ -112,6 +118,7 @@ class PlanCache:
             "call": f"{self._call.signature.names} {self._call.signature.dims} {self._call.shapes}",
             "microbatches": self._call.num_microbatches,
             "ranks": self.num_ranks,
+            "replicas and shards": self._replicas,
             "machine": None if isinstance(self._options.profile, Device) else _machine(),
             "versions": (sys.modules["zbcompile"].__version__, torch.__version__, platform.python_version()),
         }

@@ -82,7 +82,7 @@ def save(
     target, group = os.path.realpath(path), compiled.group
     with compiled.runner.call("save()") as call:
         with call.checks():
-            _refuse_unreduced(compiled)
+            compiled.refuse_unreduced("save()")
             refuse_shards(group, "save()")
             state = _state(own(), optimizer) if group is None or group.writes else {}
             record = CheckpointFile(compiled.step_number, compiled.options.seed, extra)
@@ -115,6 +115,7 @@ def load(
     folder, group = folders.present(os.path.realpath(path)), compiled.group
     with compiled.runner.call("load()") as call:
         with call.checks():
+            compiled.refuse_unreduced("load()")
             refuse_shards(group, "load()")
             mine, record = own(), _record(folder)
             if record is not None:
@@ -138,14 +139,6 @@ def load(
 
         call.finish(take_effect)
     return None if record is None else record.extra
-
-
-def _refuse_unreduced(compiled: CompiledPipeline) -> None:
-    if compiled.unreduced_steps:
-        raise UsageError(
-            f"gradients of {compiled.unreduced_steps} steps wait for their reduction; a checkpoint has none",
-            fix="save after a step without reduce=False, or forget them with pipeline.zero_grad()",
-        )
 
 
 def _state(own: Own, optimizer: Optimizer | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.runtime.channels.sharded import ShardedStages
 from zbcompile.runtime.gradients import tied_holders
 from zbcompile.runtime.group import PipelineGroup
+from zbcompile.runtime.torch_private import accumulate_hooks
 
 __all__ = [
     "Shards",
@@ -54,6 +55,8 @@ def refuse_unshardable(options: CompileOptions, staged: StagedModel, group: Pipe
             given=f"stages {', '.join(map(str, stages))}",
             fix="cut so that one stage holds it, untie it, or use dp in place of dp_shard",
         )
+    for stage in staged.stages:
+        _refuse_tensors({name: staged.captured.state[name] for name in stage.parameters}, stage.index)
     empty = next((name for name, tensor in staged.captured.state.items() if tensor.is_meta), None)
     if empty is not None:
         raise UsageError(
@@ -61,6 +64,25 @@ def refuse_unshardable(options: CompileOptions, staged: StagedModel, group: Pipe
             where=empty,
             fix="build it with values, or use dp in place of dp_shard",
         )
+
+
+def _refuse_tensors(parameters: Mapping[str, Tensor], stage: int) -> None:
+    """Refuse parameters of a stage that torch's FSDP2 does not take."""
+    fix = "give replicas all weights: a dimension dp in place of dp_shard"
+    for name, tensor in parameters.items():
+        if tensor.dim() == 0 or not tensor.is_contiguous():
+            what = "a single number" if tensor.dim() == 0 else "not contiguous"
+            raise UsageError(f"a parameter that replicas would share is {what}", where=name, fix=fix)
+    first = next(iter(parameters.items()), None)
+    for name, tensor in parameters.items():
+        if first is not None and tensor.dtype != first[1].dtype:
+            raise UsageError(
+                f"parameters of stage {stage} that replicas would share differ in dtype",
+                where=name,
+                needed=f"{first[1].dtype}, as {first[0]}",
+                given=tensor.dtype,
+                fix=fix,
+            )
 
 
 class Shards:
@@ -95,6 +117,9 @@ class Shards:
         group.watchdog.on_end.append(self.stages.abandon)
         self._parts = {n: p for stage in self.stages.stages.values() for n, p in stage.parts.items()}
         before = {name: parameter for stage in own.values() for name, parameter in stage.items()}
+        _refuse_optimizers(before)
+        for name, part in self._parts.items():
+            _take_over(before[name], part)
         _replace(trained, [(before[name], part) for name, part in self._parts.items()])
 
     def check(self, state: Mapping[str, Tensor]) -> None:
@@ -129,6 +154,29 @@ class Shards:
         self.stages.close()
 
 
+def _take_over(parameter: nn.Parameter, part: nn.Parameter) -> None:
+    """Give a part the attributes that the user has set on its parameter, and the hooks."""
+    vars(part).update({name: value for name, value in vars(parameter).items() if not name.endswith("_hooks")})
+    for hook in accumulate_hooks(parameter):
+        part.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def _refuse_optimizers(replaced: Mapping[str, nn.Parameter]) -> None:
+    """Refuse optimizers of parameters that parts take the place of: they would step on what nobody uses."""
+    names = {id(parameter): name for name, parameter in replaced.items()}
+    for found in gc.get_objects():
+        if not issubclass(type(found), torch.optim.Optimizer):
+            continue
+        held = [id(parameter) for group in found.param_groups for parameter in group["params"]]
+        name = next((names[key] for key in held if key in names), None)
+        if name is not None:
+            raise UsageError(
+                f"{type(found).__name__} was made before the weights were sharded, and would train nothing",
+                where=name,
+                fix="give compile() example_args, and make the optimizer of pipeline.parameters() after it",
+            )
+
+
 def refuse_dtensors(state: Mapping[str, Tensor]) -> None:
     """Refuse parameters that were sharded from outside."""
     for name, tensor in state.items():
@@ -145,9 +193,11 @@ def refuse_wrapped(trained: nn.Module) -> None:
 
     It leaves no trace in the model, so all objects are looked through.
     """
-    own = set(map(id, trained.modules()))
+    own = set(map(id, trained.parameters()))
     for found in gc.get_objects():
-        if issubclass(type(found), nn.parallel.DistributedDataParallel) and id(found.module) in own:
+        if not issubclass(type(found), nn.parallel.DistributedDataParallel):
+            continue
+        if not own.isdisjoint(map(id, found.module.parameters())):
             raise UsageError(
                 "DistributedDataParallel holds the model, and would sum no gradient of a step",
                 fix="leave it out, and give compile(mesh=) a mesh with a dimension dp",

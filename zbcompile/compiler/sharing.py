@@ -60,7 +60,8 @@ def tell(
         A tensor of this rank differs from rank 0's, or something else that must be the same.
     """
     hashes = [None if value is None else _hash(value) for value in values]
-    _tell_pipelines(group, json.dumps([list(forms), agreed]), "the step of the first pipeline")
+    said = {"the microbatches, in number or shape": list(forms), **agreed}
+    _tell_pipelines(group, json.dumps(said), "the step of the first pipeline")
     mine = json.dumps([list(forms), hashes, agreed]) if group.pipeline_rank == 0 else None
     told, theirs, others = json.loads(group.announce_in(group.pipeline, mine, "the step"))
     for name, value in agreed.items():
@@ -90,7 +91,8 @@ def tell_evaluation(group: PipelineGroup, form: str, names: Sequence[str], value
         It differs.
     """
     hashes = [None if value is None else _hash(value) for value in values]
-    _tell_pipelines(group, form, "the evaluation of the first pipeline")
+    said = {"the batch, in number or shape of microbatches, or in other arguments": form}
+    _tell_pipelines(group, json.dumps(said), "the evaluation of the first pipeline")
     mine = json.dumps([form, hashes]) if group.pipeline_rank == 0 else None
     wanted, theirs = json.loads(group.announce_in(group.pipeline, mine, "the evaluation"))
     if len(theirs) == len(hashes):
@@ -105,18 +107,19 @@ def tell_evaluation(group: PipelineGroup, form: str, names: Sequence[str], value
 def _tell_pipelines(group: PipelineGroup, mine: str, what: str) -> None:
     """Refuse, on the first rank of a pipeline, another form of a call than the first pipeline has.
 
-    That pipeline waits for nobody.
+    That pipeline waits for nobody. ``mine`` is a JSON object: what may differ, by its words.
     """
     if len(group.pipeline) == group.size:
         return
     told = group.announce(mine if group.rank == 0 else None, what)
     if group.pipeline_rank == 0 and told != mine:
+        own, first = json.loads(mine), json.loads(told)
+        name = next(name for name in own if own[name] != first.get(name))
         raise UsageError(
-            "the batch of this pipeline has microbatches of another number or shape than that of the first, "
-            "or the call has other arguments",
+            f"the replicas differ in {name}",
             where=f"rank {group.rank}",
-            needed=f"{told}, as on rank 0",
-            given=mine,
+            needed=f"{first.get(name)}, as on rank 0",
+            given=own[name],
             fix="give every pipeline as many microbatches of the same shapes, and make the same calls",
         )
 

@@ -250,6 +250,7 @@ class PostValidation(Trial):
         for parameter, _ in self._gradients:
             parameter.grad = None
         self._versions = {name: (p, version_of(p)) for name, p in own.items()}
+        self._groups = [optimizer.param_groups for optimizer in optimizers]
 
     def void(self, wait: bool) -> bool:
         """Return whether the weights do not stand, as `Trial.void` says."""
@@ -266,12 +267,12 @@ class PostValidation(Trial):
             self.settle()
 
     def check_untouched(self) -> None:
-        """Refuse to go on where a parameter has been changed since: it might have to be put back.
+        """Refuse to go on where a parameter or an optimizer has been changed since: it might be put back.
 
         Raises
         ------
         UsageError
-            Names the parameter.
+            Names it. What is written through ``param.data`` cannot be seen.
         """
         if self.settled:
             return
@@ -281,6 +282,14 @@ class PostValidation(Trial):
                     "a parameter was changed while the optimizer's step was not validated",
                     where=name,
                     fix="call update.wait(), of what optimizer_step() returned, before changing parameters",
+                )
+
+        for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
+            if optimizer.param_groups is not groups:
+                raise UsageError(
+                    "a state was loaded into an optimizer while its step was not validated",
+                    where=type(optimizer).__name__,
+                    fix="call update.wait(), of what optimizer_step() returned, before loading it",
                 )
 
     def settle(self) -> None:

@@ -17,14 +17,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from zbcompile.errors import UsageError
-from zbcompile.formats.problem_json import MAX_STAGES
 from zbcompile.schedule.cuts import Cuts
 from zbcompile.schedule.ir import Placement
 
 __all__ = ["dumps", "holdings", "of_cuts"]
 
-_LAYER = re.compile(r"(?P<list>[^0-9]*?)\.?(?P<number>[0-9]+)")
-_RANGE = re.compile(r"(?P<list>[^0-9]*)(?P<low>[0-9]{1,6})-(?P<high>[0-9]{1,6})")
+_LAYER = re.compile(r"(?:(?P<list>.*)\.)?(?P<number>[0-9]{1,6})")
+_RANGE = re.compile(r"(?P<list>(?:.*\.)?)(?P<low>[0-9]{1,6})-(?P<high>[0-9]{1,6})")
+_MOST_LAYERS = 1 << 16
+"""Most layers and modules that the names of all pieces together may hold."""
 _PART = "part of "
 _SEPARATOR = ", "
 
@@ -67,8 +68,13 @@ def _expanded(word: str) -> list[str]:
     match = _RANGE.fullmatch(word)
     if match is None:
         return [word]
-    low, high = int(match["low"]), int(match["high"])
-    return [f"{match['list']}{number}" for number in range(low, min(high, low + MAX_STAGES) + 1)]
+    return [f"{match['list']}{number}" for number in range(int(match["low"]), int(match["high"]) + 1)]
+
+
+def _count(word: str) -> int:
+    """Return how many layers or modules a word of a piece's name stands for."""
+    match = _RANGE.fullmatch(word)
+    return 1 if match is None else max(0, int(match["high"]) - int(match["low"]) + 1)
 
 
 def _group(name: str) -> str:
@@ -88,15 +94,18 @@ def of_cuts(cuts: Cuts, placement: Placement) -> str:
     UsageError
         As `dumps`; or a piece has no such name.
     """
-    pieces = [
-        [
-            part
-            for word in piece.name.split(_SEPARATOR)
-            for part in _expanded(word.removeprefix(_PART))
-            if part
-        ]
-        for piece in cuts.pieces.stages
+    words = [
+        [word.removeprefix(_PART) for word in piece.name.split(_SEPARATOR)] for piece in cuts.pieces.stages
     ]
+    total = sum(_count(word) for row in words for word in row)
+    if total > _MOST_LAYERS:
+        raise UsageError(
+            "the pieces name too many layers",
+            where="cuts.pieces.stages[...].name",
+            needed=f"at most {_MOST_LAYERS} on all of them",
+            given=total,
+        )
+    pieces = [[part for word in row for part in _expanded(word) if part] for row in words]
     if not any(_is_layer(word) for words in pieces for word in words):
         raise UsageError(
             "the pieces do not say which layers they hold",

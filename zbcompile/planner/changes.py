@@ -117,7 +117,8 @@ def without_barrier(problem: Problem, snapshot: int | None = None) -> Change:
     stages, caps = problem.profile.stages, []
     for rank, cap in enumerate(problem.caps):
         own = [stages[s] for s in problem.placement.stages_of(rank)]
-        if cap is not None and snapshot is None and not any(stage.gradient_bytes for stage in own):
+        unstated = any(stage.backward_weight_ns and not stage.gradient_bytes for stage in own)
+        if cap is not None and snapshot is None and unstated:
             raise UsageError(
                 "the profile does not say how large the gradients are, and so not what undoes an update",
                 where=f"rank {rank}",

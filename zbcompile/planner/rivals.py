@@ -18,7 +18,6 @@ from zbcompile.planner.starts.classic_loops import interleaved, zb_v
 from zbcompile.schedule.ir import Placement, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
-from zbcompile.schedule.stage_actions import has_step_costs
 
 __all__ = ["INTERLEAVED", "ZB_V", "Rival", "rivals"]
 
@@ -107,7 +106,7 @@ def _rival(
 
 def _timed(problem: Problem, codes: Codes) -> tuple[int | None, bool]:
     """Return an order's value, None where it deadlocks, and whether it stays under the caps."""
-    if problem.microbatch_costs or has_step_costs(problem):
+    if problem.microbatch_costs:
         try:
             timeline = simulate(to_schedule(codes, problem), problem)
         except CheckError:

@@ -9,15 +9,14 @@ collective that it overlaps), on the travel time that W hides, and on memory; wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 
 from zbcompile.errors import CheckError, InfeasibleError, NoOrderError, UsageError
 from zbcompile.planner.core.instance import Codes, Fusing, Instance, is_chain, to_codes, to_schedule
 from zbcompile.planner.improve.row_changes import fuse_own, split_here
 from zbcompile.planner.plan import plan
 from zbcompile.planner.split_reasons import RankReason, check_explainable, rank_reasons
-from zbcompile.planner.starts.fused_patterns import rule_of_thumb
+from zbcompile.planner.starts.fused_patterns import some_by_rule
 from zbcompile.schedule.check import checked_times
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.limits import check_plannable, check_seed
@@ -26,9 +25,6 @@ from zbcompile.schedule.problem import TRANSPORTS, Problem
 __all__ = ["OURS", "SplitRow", "SplitTable", "split_choices"]
 
 OURS = "zbcompile"
-
-_RULE_ACTIONS = 40_000
-"""Most actions in all forms of the rule of thumb that are timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +144,18 @@ def _table(problem: Problem, seconds: float, seed: int, level: int | None) -> Sp
     none, every = planned("none split", Fusing.ALWAYS), planned("all split", Fusing.NEVER)
     known = [to_codes(row.schedule) for row in (none, every) if row.schedule is not None]
     ruled = _by_rule(problem, known)
-    ours = planned(OURS, Fusing.AUTO)
+    ours = _shortest(planned(OURS, Fusing.AUTO), none, every, ruled)
     reasons = () if ours.schedule is None else rank_reasons(to_codes(ours.schedule), problem)
     return SplitTable(problem, (none, every, ruled, ours), bound, reasons)
+
+
+def _shortest(ours: SplitRow, *others: SplitRow) -> SplitRow:
+    """Return our row, with the order of a shorter one where there is one: what is split is ours to choose."""
+    best = ours
+    for row in others:
+        if row.value_ns is not None and (best.value_ns is None or row.value_ns < best.value_ns):
+            best = row
+    return replace(best, name=OURS)
 
 
 def _row(name: str, schedule: Schedule, problem: Problem) -> SplitRow:
@@ -178,8 +183,7 @@ def _ruled(problem: Problem, known: Sequence[Codes]) -> Iterator[Codes]:
         yield [_made_to_obey(row, rank, problem) for rank, row in enumerate(codes)]
     instance = Instance.of(problem)
     if is_chain(instance):
-        actions = 3 * problem.num_stages * problem.num_microbatches
-        yield from islice(rule_of_thumb(instance), max(1, _RULE_ACTIONS // actions))
+        yield from some_by_rule(instance)
 
 
 def _made_to_obey(row: list[tuple[int, int]], rank: int, problem: Problem) -> list[tuple[int, int]]:

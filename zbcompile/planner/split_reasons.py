@@ -23,7 +23,7 @@ from zbcompile.planner.core.instance import BW, B, Codes, Instance
 from zbcompile.planner.core.score import fits
 from zbcompile.planner.core.scorer import fast_value
 from zbcompile.planner.improve.row_changes import fuse_own, split_here, split_later
-from zbcompile.schedule.costs import Link
+from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.semantics import ASYNC
 
@@ -81,7 +81,7 @@ class RankReason:
     split, fused
         Those that it splits, those that it fuses; None where there are none.
     saving_ns
-        B + W - BW of one microbatch on all stages of the rank.
+        What fusing a microbatch saves on all stages of the rank (`saving_ns`).
     travel_ns
         Longest travel time of a gradient that it sends to another rank; None if it sends none.
     """
@@ -125,6 +125,12 @@ def rank_reasons(codes: Codes, problem: Problem) -> tuple[RankReason, ...]:
     return tuple(_reason(codes, rank, problem, clocks) for rank in range(problem.num_ranks))
 
 
+def saving_ns(cost: StageCost, profile: Profile) -> int:
+    """Return what one call of BW saves against those of B and W, in ns: host overhead is per call."""
+    split = cost.backward_input_ns + cost.backward_weight_ns + profile.overhead_ns
+    return split - cost.full_backward_ns
+
+
 class _Clocks:
     """Times orders of a problem: as it is, and with one cause taken away."""
 
@@ -132,7 +138,7 @@ class _Clocks:
         self.instance = Instance.of(problem)
         profile = problem.profile
         no_saving = tuple(
-            replace(stage, full_backward_ns=stage.backward_input_ns + stage.backward_weight_ns)
+            replace(stage, full_backward_ns=stage.full_backward_ns + saving_ns(stage, profile))
             for stage in profile.stages
         )
         changed = {
@@ -162,7 +168,7 @@ def _reason(codes: Codes, rank: int, problem: Problem, clocks: _Clocks) -> RankR
         rank,
         _choice(codes, rank, splits, (other_fused,), clocks) if splits else None,
         _choice(codes, rank, fused, (here, later), clocks) if fused else None,
-        sum(c.backward_input_ns + c.backward_weight_ns - c.full_backward_ns for c in costs),
+        sum(saving_ns(cost, problem.profile) for cost in costs),
         _travel(problem, rank),
     )
 

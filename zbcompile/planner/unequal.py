@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from zbcompile.errors import InfeasibleError
+from zbcompile.errors import CheckError, InfeasibleError
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.compiled import SearchClock
 from zbcompile.planner.core.instance import Codes, Fusing, Instance, shaped, to_codes, to_schedule
@@ -117,7 +117,10 @@ class _Search:
             return None if score is None else score[0]
         if not self.scorer.fits(codes):
             return None
-        return simulate(renumbered(to_schedule(codes, self.problem), order), self.problem).value_ns
+        try:
+            return simulate(renumbered(to_schedule(codes, self.problem), order), self.problem).value_ns
+        except CheckError:
+            return None
 
 
 def plan_unequal(

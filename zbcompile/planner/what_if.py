@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from zbcompile.errors import CheckError, InfeasibleError, NoOrderError, UsageError
 from zbcompile.planner.bounds.analytic import best_bound
@@ -18,15 +17,12 @@ from zbcompile.planner.changes import Change
 from zbcompile.planner.core.instance import Fusing, Instance, to_schedule
 from zbcompile.planner.incumbent import Progress
 from zbcompile.planner.plan import plan
-from zbcompile.planner.starts.fused_patterns import rule_of_thumb
+from zbcompile.planner.starts.fused_patterns import some_by_rule
 from zbcompile.schedule.check import checked_times
 from zbcompile.schedule.ir import Placement, Schedule
 from zbcompile.schedule.problem import Objective, Problem
 
 __all__ = ["Outcome", "Worth", "activation_worth", "what_if"]
-
-_RULE_ACTIONS = 40_000
-"""Most actions in all forms of the rule of thumb that are timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +157,7 @@ def _by_rule(change: Change, variants: Sequence[int]) -> Outcome:
     """Time the forms of the rule of thumb and return the best that fits."""
     problem = _chosen(change.problem, variants)
     instance, best = Instance.of(problem), Outcome(change.name, None, None, why_not="none of its forms fits")
-    actions = 3 * problem.num_stages * problem.num_microbatches
-    for codes in islice(rule_of_thumb(instance), max(1, _RULE_ACTIONS // actions)):
+    for codes in some_by_rule(instance):
         schedule = to_schedule(codes, problem)
         value = _value(schedule, problem)
         if value is not None and (best.value_ns is None or value < best.value_ns):

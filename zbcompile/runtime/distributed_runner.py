@@ -73,6 +73,9 @@ class DistributedRunner(Runner):
         if self._channels is not None and self._made_at == self.group.calls.renewals:
             return
         self._leave()
+        if len(self.group.pipeline) < self.group.size:
+            # A rank that refuses the call never comes: nothing could end the making of a group with it.
+            self.group.barrier("new channels")
         self._channels = make_channels(self.group, self._spec, self._device)
         if self._spec.has_gradients and len(self.group.replicas) > len(self.group.shards):
             self._replicas = Replicas(self.group, self._device)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ __all__ = [
     "profiler_enabled",
     "reduce_sharded",
     "tensor_tables",
+    "without_accumulate_hooks",
 ]
 
 
@@ -61,6 +63,20 @@ def accumulate_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
 def post_accumulate_hooks(parameter: Tensor) -> Mapping[int, Callable[[Tensor], None]] | None:
     """Return the table that ``register_post_accumulate_grad_hook`` fills; None before the first."""
     return getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+@contextlib.contextmanager
+def without_accumulate_hooks(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Keep torch from calling what was registered with ``register_post_accumulate_grad_hook``."""
+    tables = [cast("dict[int, Any]", table) for p in parameters if (table := post_accumulate_hooks(p))]
+    held = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, held, strict=True):
+            table.update(hooks)
 
 
 def found_not_finite(scaler: GradScaler, optimizer: Optimizer | None) -> dict[torch.device, Tensor]:

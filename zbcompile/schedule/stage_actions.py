@@ -8,7 +8,8 @@ and to no microbatch follows from it::
 * UNSHARD gathers the parameters of a sharded stage. All stand at the head of their rank's row, in the order
   in which the stages run their first F, so that gathering begins with the step.
 * REDUCE_GRAD reduces the gradients of a stage over its replicas. It stands right after the last W or BW.
-* RESHARD lets the gathered parameters go. It stands behind the last backward work and behind REDUCE_GRAD.
+* RESHARD lets the gathered parameters go. It stands behind the last backward work, and here behind
+  REDUCE_GRAD; an order that is given may have these two the other way round, as torch's have.
 
 The clock, stated once (`zbcompile.schedule.event_graph` does it for any order,
 `zbcompile.planner.core.step_costs` for the planner):

@@ -45,6 +45,9 @@ def numbered_by_turn(schedule: Schedule, problem: Problem) -> Schedule:
 
 
 def renumbered(schedule: Schedule, names: Sequence[int]) -> Schedule:
-    """Return the order with microbatch i called ``names[i]``."""
-    rows = [[replace(a, microbatch=names[a.microbatch]) for a in row] for row in schedule.order]
+    """Return the order with microbatch i called ``names[i]``; actions of whole stages have none."""
+    rows = [
+        [a if a.kind.is_of_stage else replace(a, microbatch=names[a.microbatch]) for a in row]
+        for row in schedule.order
+    ]
     return Schedule.of(schedule.placement, schedule.num_microbatches, rows)

@@ -33,10 +33,12 @@ def gain_line(summary: Summary, others: Sequence[Rival]) -> str:
     if any(r.fits and r.value_ns is not None and value * (1 - WORTH) > r.value_ns for r in others):
         halves = any(rival.halves for rival in others)
         words.append(f"try {'two stages per rank' if halves else '--placement auto'}")
-    return f"{_verdict(value, plain)}{'; '.join(words)}"
+    bubbleless = [value, *(r.value_ns for r in others if r.name != INTERLEAVED and r.fits and r.value_ns)]
+    return f"{_verdict(min(bubbleless), plain)}{'; '.join(words)}"
 
 
 def _verdict(value: int, plain: Sequence[int]) -> str:
+    """Hold the shortest order with zero bubble, ours or published, against those without."""
     if not plain or not min(plain):
         return ""
     worth = 1 - value / min(plain) >= WORTH

@@ -8,7 +8,6 @@ timed under the send mode. Order and split are searched together, since fusing f
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -35,7 +34,7 @@ from zbcompile.planner.starts.fused_patterns import (
     FusedPattern,
     fused_list_schedule,
     fused_patterns,
-    rule_of_thumb,
+    some_by_rule,
     window_choices,
 )
 from zbcompile.planner.starts.list_schedule import Recipe, standard_limits
@@ -46,9 +45,6 @@ __all__ = ["RuleOfThumb", "SplitOrFuse", "fusing_matters"]
 
 _HEAT = 0.001
 """By which share of the best value annealed moves may lengthen an order at first, e-fold as seldom each."""
-
-_RULE_ACTIONS = 40_000
-"""Most actions in all of the rule's forms that are offered: a fraction of a second."""
 
 
 def fusing_matters(instance: Instance, sends: SendMode) -> bool:
@@ -76,8 +72,7 @@ class RuleOfThumb:
 
     def propose(self, run: Run) -> Iterator[Order]:
         """Yield the rule's forms."""
-        forms = rule_of_thumb(run.instance)
-        for codes in itertools.islice(forms, max(1, _RULE_ACTIONS // run.actions)):
+        for codes in some_by_rule(run.instance):
             yield Order(codes, (self.name,))
 
 

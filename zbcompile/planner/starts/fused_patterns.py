@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Literal, get_args
 
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
@@ -21,11 +22,15 @@ __all__ = [
     "fused_list_schedule",
     "fused_patterns",
     "rule_of_thumb",
+    "some_by_rule",
     "window_choices",
 ]
 
 Windows = tuple[tuple[int, int], ...]
 """Per rank (head, tail): how many microbatches are split at the start and at the end."""
+
+_RULE_ACTIONS = 40_000
+"""Most actions in all orders that `some_by_rule` yields."""
 
 _Field = Literal["tail", "head", "waiting", "warm", "head and waiting"]
 _FIELDS: tuple[_Field, ...] = get_args(_Field)
@@ -231,6 +236,12 @@ def fused_patterns(instance: Instance) -> Iterator[FusedPattern]:
         for warm in warms:
             for waiting in waits:
                 yield FusedPattern(tuple(max(1, min(m, w)) for w in warm), tuple(waiting), windows)
+
+
+def some_by_rule(instance: Instance) -> Iterator[Codes]:
+    """Yield the first orders of `rule_of_thumb`, so many that timing them takes a moment."""
+    actions = 3 * instance.num_stages * instance.num_microbatches
+    return islice(rule_of_thumb(instance), max(1, _RULE_ACTIONS // actions))
 
 
 def rule_of_thumb(instance: Instance) -> Iterator[Codes]:

@@ -78,7 +78,9 @@ class ShardedStage:
         for name, part in self._present().items():
             self.parts[name].grad = None
             part.grad = gradients.get(name)
-        torch_private.reduce_sharded(self._module)
+        # The hooks run when gradients are handed over: here sums are not divided yet, on another thread.
+        with torch_private.without_accumulate_hooks(self.parts.values()):
+            torch_private.reduce_sharded(self._module)
         found = {}
         for name, part in self.parts.items():
             if name in gradients and part.grad is not None:
