@@ -31,7 +31,7 @@ PAGES: Final[dict[str, tuple[str, ...]]] = {
         "../benchmarks/test_training_lines.py::"
         "test_both_variants_end_in_the_same_weights_and_their_lines_are_those_of_the_docs",
     ),
-    "howto/data-parallel.md": ("../pipeline/test_mesh.py",),
+    "howto/data-parallel.md": ("../pipeline/test_mesh.py", "../pipeline/test_hybrid.py"),
     "howto/tensor-parallel.md": ("../pipeline/test_peers.py", "../examples/test_tensor_parallel.py"),
     "howto/export.md": ("blocks", "../pipeline/test_interop_torch.py"),
     "howto/meta.md": ("blocks",),

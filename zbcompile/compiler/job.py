@@ -64,9 +64,9 @@ def check_places(group: PipelineGroup) -> None:
     PipelineError
         Pipelines overlap, or processes that are replicas have different ranks in theirs; raised by all.
     """
-    mine = json.dumps([group.pipeline, group.replicas])
+    mine = json.dumps([group.pipeline, group.replicas, group.grid])
     told = [json.loads(text) for text in group.gather(mine, "the places of all processes")]
-    sizes = sorted({(len(pipeline), len(replicas)) for pipeline, replicas in told})
+    sizes = sorted({(len(pipeline), len(replicas)) for pipeline, replicas, _ in told})
     if len(sizes) > 1:
         raise group.calls.common(
             PipelineError(
@@ -75,11 +75,13 @@ def check_places(group: PipelineGroup) -> None:
                 fix="let all pipelines of the job have as many ranks, and all ranks as many replicas",
             )
         )
-    for rank, (pipeline, replicas) in enumerate(told):
-        for other, ours, what in ((pipeline, 0, "pipeline"), (replicas, 1, "replicas")):
-            apart = next((member for member in other if told[member][ours] != other), None)
+    for rank, (pipeline, replicas, _) in enumerate(told):
+        for members, k, what in (
+            (pipeline, 0, "pipeline"), (replicas, 1, "replicas"), (replicas, 2, "parts of the weights")
+        ):  # fmt: skip
+            apart = next((member for member in members if told[member][k] != told[rank][k]), None)
             if apart is not None:
-                raise _apart(group, rank, apart, what, told[rank][ours], told[apart][ours])
+                raise _apart(group, rank, apart, what, told[rank][k], told[apart][k])
         places = {told[member][0].index(member) for member in replicas}
         if len(places) > 1:
             raise group.calls.common(

@@ -68,7 +68,8 @@ def gradient_norms(
     if group is not None:
         refuse_shards(group, asked)
         with group.calls.meeting(asked):
-            texts = group.gather(norms_text(found, asked), "the norms of gradients")
+            # Copies of a part have its norm, too, which counts once.
+            texts = group.gather(norms_text(found if group.writes else {}, asked), "the norms of gradients")
         found = norms_of_texts(texts, found, asked, norm_type if len(group.shards) > 1 else None)
     return in_order(trained, found)
 

@@ -77,7 +77,7 @@ class DistributedRunner(Runner):
             # A rank that refuses the call never comes: nothing could end the making of a group with it.
             self.group.barrier("new channels")
         self._channels = make_channels(self.group, self._spec, self._device)
-        if self._spec.has_gradients and len(self.group.replicas) > len(self.group.shards):
+        if self._spec.has_gradients and len(self.group.replicas) > 1 == len(self.group.shards):
             self._replicas = Replicas(self.group, self._device)
         self._made_at = self.group.calls.renewals
         self.end = Rank(self.rank, self._spec, {}, self._channels, self._device, self._replicas)

@@ -33,19 +33,23 @@ class Place:
         All processes of the job.
     pipeline
         Those of this process's pipeline, by rank in it.
-    replicas
-        Those that run the same stages with the same weights, this one included.
+    grid
+        Those that run the same stages with the same weights, this one included. The ranks of a row share the
+        weights, each with a part of them; those of a column have the same part. Where each has all weights,
+        every row has one rank.
     others
         Per further dimension of the mesh, its name and the processes along it.
-    is_sharded
-        Whether the replicas share the weights of their stages, each with a part of them.
     """
 
     members: tuple[int, ...]
     pipeline: tuple[int, ...]
-    replicas: tuple[int, ...]
+    grid: tuple[tuple[int, ...], ...]
     others: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    is_sharded: bool = False
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Those that run the same stages with the same weights, this one included."""
+        return tuple(sorted(rank for row in self.grid for rank in row))
 
 
 def place_in_mesh(mesh: DeviceMesh) -> Place:
@@ -78,21 +82,24 @@ def place_in_mesh(mesh: DeviceMesh) -> Place:
                 f"the ranks of the mesh do not ascend along {name}", where="mesh", given=along[name], fix=_FIX
             )
     alone = (dist.get_rank(),)
-    is_sharded = len(along.get("dp_shard", alone)) > 1
-    if is_sharded and len(along.get("dp", alone)) > 1:
-        raise UsageError(
-            "replicas either hold all weights of their stages (dp) or share them (dp_shard)",
-            where="mesh",
-            given=", ".join(f"{name} of {len(ranks)}" for name, ranks in along.items()),
-            fix="give one of the two dimensions",
-        )
     return Place(
         tuple(sorted(int(rank) for rank in mesh.mesh.flatten())),
         along.get("pp", alone),
-        along["dp_shard"] if is_sharded else along.get("dp", alone),
+        _replica_grid(mesh, here),
         tuple((name, ranks) for name, ranks in along.items() if name not in OWN_DIMS),
-        is_sharded,
     )
+
+
+def _replica_grid(mesh: DeviceMesh, here: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks that stand where this one does but for ``dp`` (rows) and ``dp_shard`` (columns)."""
+    names = mesh.mesh_dim_names or ()
+    index = [slice(None) if name in ("dp", "dp_shard") else at for name, at in zip(names, here, strict=True)]
+    found = mesh.mesh[tuple(index)]
+    left = [name for name in names if name in ("dp", "dp_shard")]
+    if left == ["dp_shard", "dp"]:
+        found = found.t()
+    rows = found.reshape(-1, found.shape[-1] if "dp_shard" in left else 1).tolist()
+    return tuple(tuple(int(rank) for rank in row) for row in rows)
 
 
 def place_of_groups(pipelines: Sequence[Sequence[int]], pipeline: ProcessGroup, data: ProcessGroup) -> Place:
@@ -108,5 +115,5 @@ def place_of_groups(pipelines: Sequence[Sequence[int]], pipeline: ProcessGroup, 
     return Place(
         tuple(sorted({rank for ranks in pipelines for rank in ranks})),
         tuple(dist.get_process_group_ranks(pipeline)),
-        tuple(dist.get_process_group_ranks(data)),
+        tuple((rank,) for rank in dist.get_process_group_ranks(data)),
     )

@@ -61,8 +61,12 @@ class PipelineGroup:
         The ranks that run the same stages with the same weights, and which of them it is.
     pipelines
         The pipelines of its replicas, in their order.
+    grid
+        The same replicas by what they have of the weights, as in `Place`.
     shards
         The replicas that share the weights of this rank's stages; it alone where each has them all.
+    copies
+        The replicas that have the same part of the weights as this rank; all of them where each has them all.
     others
         Per further dimension of the mesh, its name and the processes along it, as in `Place`.
     name
@@ -93,7 +97,9 @@ class PipelineGroup:
         self.replicas = [self.members.index(member) for member in place.replicas]
         self.pipeline_rank, self.replica = self.pipeline.index(self.rank), self.replicas.index(self.rank)
         self.pipelines, self.others = [self.pipeline], place.others
-        self.shards = self.replicas if place.is_sharded else [self.rank]
+        self.grid = [[self.members.index(member) for member in row] for row in place.grid]
+        self.shards = next(row for row in self.grid if self.rank in row)
+        self.copies = [row[self.shards.index(self.rank)] for row in self.grid]
         key = tuple(self.members)
         self.name = f"zbcompile/{'-'.join(map(str, key))}/{self._made[key]}"
         self._made[key] += 1
@@ -124,8 +130,8 @@ class PipelineGroup:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank saves what its replicas have, too: its part of shared weights, or all of them."""
-        return self.replica == 0 or len(self.shards) > 1
+        """Whether this rank saves what others have, too: it is the first with its part of the weights."""
+        return self.rank == self.copies[0]
 
     @staticmethod
     def present(group: ProcessGroup | Place | None, stall_limit_s: float) -> PipelineGroup | None:
@@ -355,7 +361,7 @@ class PipelineGroup:
 def _whole(group: ProcessGroup | None) -> Place:
     """Return the place of this process in a group that is one pipeline."""
     members = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-    return Place(members, members, (dist.get_rank(),))
+    return Place(members, members, ((dist.get_rank(),),))
 
 
 def _connected(limit_s: float) -> Store:

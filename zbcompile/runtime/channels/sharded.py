@@ -38,7 +38,8 @@ class ShardedStage:
     parameters
         By name; each is in no other stage.
     mesh
-        The ranks that share them: one dimension, or copies of such.
+        The ranks that share them: along its last dimension; along a first one, if there are two, ranks have
+        the same parts.
 
     Attributes
     ----------
@@ -133,13 +134,11 @@ class ShardedStages:
     def __init__(
         self, group: PipelineGroup, parameters: Mapping[int, Mapping[str, nn.Parameter]], device: torch.device
     ) -> None:
-        is_gloo = device.type != "cuda"
-        self._group: ProcessGroup | None = group.new_group("gloo" if is_gloo else "nccl", group.shards)
-        self._is_gloo = is_gloo
-        mesh = DeviceMesh.from_group(self._group, device.type, mesh_dim_names=("dp_shard",))
+        self._is_gloo = device.type != "cuda"
+        mesh, self._groups = _sharing_mesh(group, device)
         self.stages = {s: ShardedStage(own, mesh) for s, own in parameters.items() if own}
         self._peer = group.shards[(group.shards.index(group.rank) + 1) % len(group.shards)]
-        self._thread = ThreadPoolExecutor(1, "zbcompile shards") if is_gloo else None
+        self._thread = ThreadPoolExecutor(1, "zbcompile shards") if self._is_gloo else None
 
     def unshard(self, stage: int) -> ShardTicket:
         """Begin to gather a stage; the ticket finds its whole parameters."""
@@ -173,17 +172,31 @@ class ShardedStages:
 
     def abandon(self, fatal: bool) -> None:
         """Break all connections, from any thread."""
-        group = self._group
-        if fatal and group is not None:
+        for group in self._groups if fatal else ():
             if self._is_gloo:
                 break_connections(group)
             else:
                 group.abort()
 
     def close(self) -> None:
-        """Leave the communicator. Parameters stay sharded."""
+        """Leave the communicators. Parameters stay sharded."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
-        group, self._group = self._group, None
-        if group is not None:
+        groups, self._groups = self._groups, []
+        for group in groups:
             leave_group(group)
+
+
+def _sharing_mesh(group: PipelineGroup, device: torch.device) -> tuple[DeviceMesh, list[ProcessGroup]]:
+    """Return the mesh of the replicas of this rank, and the communicators that were made for it.
+
+    It has one dimension where every rank has a part of its own, and two where others have the same.
+    """
+    backend = "gloo" if device.type != "cuda" else "nccl"
+    shared = group.new_group(backend, group.shards)
+    if len(group.copies) == 1:
+        return DeviceMesh.from_group(shared, device.type, mesh_dim_names=("dp_shard",)), [shared]
+    groups = [group.new_group(backend, group.copies), shared]
+    ranks = torch.tensor([[group.members[rank] for rank in row] for row in group.grid])
+    mesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("dp", "dp_shard"))
+    return mesh, groups

@@ -1,0 +1,45 @@
+"""Replicas some of which share weights and some of which copy them (HSDP), equal to one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import zbcompile
+from tests.support.hybrid_workers import MICROBATCHES, REPLICAS, hybrid
+from tests.support.mesh_workers import batch, layers, mse, profile
+from zbcompile.runtime.launch import spawn
+
+pytestmark = [pytest.mark.timeout(300)]
+
+
+def test_two_copies_of_two_shards_of_two_ranks_train_as_the_plain_loop(tmp_path: Path) -> None:
+    """Gradients and weights after AdamW have the reference's bits; norms are within rounding of torch's."""
+    records = spawn(hybrid, 8, (str(tmp_path),), timeout_s=250)
+    for rank, record in enumerate(records):
+        assert record["differ"] == [], rank
+        assert record["extra"] == {"at": 2}
+        assert record["timeline"] == ["0UNSHARD", "0REDUCE_GRAD", "1UNSHARD", "1REDUCE_GRAD"]
+        assert set(map(tuple, record["parts"].values())) == {(4, 8), (4,)}
+        ours, again, theirs = record["norms"]
+        assert torch.equal(ours, again)
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+        assert record["unequal"] < 1e-5  # clipped by norms that differ in rounding
+        assert record["skipped"]
+
+    # Only the first copy writes, and one process goes on with what it wrote.
+    files = [file for file in (tmp_path / "saved").iterdir() if file.suffix == ".distcp"]
+    assert {file.name.split("_")[2] for file in files if file.stat().st_size} == {"0", "1", "2", "3"}
+    pipeline = zbcompile.compile(
+        layers(seed=3), 2, loss_fn=mse, num_microbatches=REPLICAS * MICROBATCHES, profile=profile(),
+        time_limit=0.3, verify=False,
+    )  # fmt: skip
+    x, y = batch(2)
+    pipeline.build((x,), {}, y)
+    optimizer = torch.optim.AdamW(list(pipeline.parameters()))
+    assert pipeline.load(tmp_path / "saved", optimizer) == {"at": 2}
+    merged = load_file(tmp_path / "merged.safetensors")
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in pipeline.state_dict().items())
