@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zbcompile.api import compile
+    from zbcompile.options import Shard
     from zbcompile.pipeline import Microbatches, Pipeline, Stage
     from zbcompile.planner.placements import plan_auto
     from zbcompile.planner.plan import plan
@@ -41,6 +42,7 @@ __all__ = [
     "Profile",
     "SavedForBackward",
     "Schedule",
+    "Shard",
     "Solution",
     "Stage",
     "StageCost",
@@ -63,6 +65,7 @@ PUBLIC_MODULES = (
 
 _HOMES = {
     "zbcompile.api": ("compile",),
+    "zbcompile.options": ("Shard",),
     "zbcompile.pipeline": ("Microbatches", "Pipeline", "Stage"),
     "zbcompile.planner.placements": ("plan_auto",),
     "zbcompile.planner.plan": ("plan",),

@@ -17,11 +17,12 @@ from zbcompile.compiler.arguments import (
     problem_of,
     profile_of,
     schedule_of,
+    shards_of,
 )
 from zbcompile.compiler.asked_levels import with_levels
 from zbcompile.compiler.dump import observer_from_environment
 from zbcompile.compiler.observe import Observer
-from zbcompile.options import CompileOptions, argument_places, batch_dims
+from zbcompile.options import CompileOptions, Shard, argument_places, batch_dims
 from zbcompile.passes.split.rewrites import skipped_from_environment
 from zbcompile.pipeline import Pipeline
 from zbcompile.schedule.costs import Profile
@@ -63,6 +64,7 @@ def compile(
     group: ProcessGroup | None = None,
     plan_group: ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
+    shards: Mapping[str, int | Shard] | None = None,
     data_group: ProcessGroup | None = None,
     seed: int = 0,
     recompute: Recompute | None = None,
@@ -149,6 +151,13 @@ def compile(
         (replicas: each runs the same stages on rows of its own, and gradients are summed over them) or both,
         and further ones (``tp``) along which stages exchange data. All processes make the same calls, and run
         one plan. See docs/howto/data-parallel.md.
+    shards
+        Which parameters and buffers the processes along a further dimension of the mesh (``tp``) hold a part
+        of, and the dimension that is cut: ``{"*.q_proj.weight": 0, "*.o_proj.weight": 1}``, names of the
+        model's ``state_dict()`` with ``*``; or a `Shard`. All others are copies. With it norms,
+        clipping and checkpoints are those of the whole parameters (docs/howto/tensor-parallel.md). Default:
+        as the attributes ``tensor_model_parallel`` and ``partition_dim`` of parameters say (Megatron-Core);
+        without any, such calls are refused.
     data_group
         In place of ``mesh``, beside ``group``: the process group of the replicas of this process.
     seed
@@ -270,6 +279,7 @@ def compile(
         group=group,
         plan_group=plan_group,
         mesh=mesh,
+        shards=shards_of(shards),
         data_group=data_group,
         seed=seed,
         split_points=split_points,

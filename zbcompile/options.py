@@ -29,6 +29,7 @@ __all__ = [
     "BatchDim",
     "CompileOptions",
     "MemoryLimit",
+    "Shard",
     "argument_places",
     "batch_dims",
 ]
@@ -43,6 +44,37 @@ OTHER_SHAPES = ("plan", "refuse")
 CUTS = ("balance", "plan")
 
 NAMED_PLACEMENTS = ("auto", *PLACEMENTS)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How the processes along a dimension of the mesh cut a parameter: one behind the other, along ``dim``.
+
+    Attributes
+    ----------
+    dim
+        The parameter's dimension.
+    blocks
+        Where several matrices stand in one parameter (queries, keys and values; gate and up), how many: each
+        is cut for itself, and a process holds its part of the first, then of the second, and so on. They have
+        the same size.
+    along
+        The mesh's dimension. Default: ``tp``, or the one that it has beside ``pp``, ``dp`` and ``dp_shard``.
+
+    Raises
+    ------
+    UsageError
+        ``dim`` is no whole number, or ``blocks`` no positive one.
+    """
+
+    dim: int
+    blocks: int = 1
+    along: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dim, bool) or not isinstance(self.dim, int):
+            raise UsageError("a shard needs the dimension that is cut", given=repr(self.dim), fix="Shard(0)")
+        _check_count("blocks", self.blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +93,8 @@ class CompileOptions:
         The processes that run one plan, which several pipelines may share; None: those of the pipeline.
     mesh
         All processes of a job of several pipelines, with dimensions ``pp`` and ``dp``; None: no such job.
+    shards
+        Pattern of names -> how the mesh's further dimensions cut these parameters; None: not said.
     data_group
         The processes that run the same stages as this one, where there is no mesh; None: it alone.
     cache
@@ -120,6 +154,7 @@ class CompileOptions:
     group: ProcessGroup | None = None
     plan_group: ProcessGroup | None = None
     mesh: DeviceMesh | None = None
+    shards: tuple[tuple[str, Shard], ...] | None = None
     data_group: ProcessGroup | None = None
     seed: int = 0
     recompute: Recompute = "none"
@@ -159,6 +194,12 @@ class CompileOptions:
                 "the mesh says which processes are a pipeline, and which are replicas",
                 where="mesh",
                 fix="leave group and data_group out",
+            )
+        if self.shards is not None and self.mesh is None:
+            raise UsageError(
+                "shards says how the mesh's further dimensions cut parameters, and there is no mesh",
+                where="shards",
+                fix="give mesh= with dimensions pp and tp, or leave shards out",
             )
         if self.data_group is not None and self.group is None:
             raise UsageError(

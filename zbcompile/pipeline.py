@@ -248,6 +248,7 @@ class Pipeline(Sequence[Stage]):
             own,
             self._trained(),
             compiled.group,
+            compiled.parts,
             asked,
             self.loss_scale,
             self._options.post_validation,
@@ -460,6 +461,7 @@ class Pipeline(Sequence[Stage]):
                 fix="compile without post_validation, or train in bfloat16",
             )
         compiled = self._ready()
+        compiled.refuse_outside("scaler()")
         device = next((p.device.type for p in self.parameters()), "cpu")
         return PipelineScaler(device, compiled.group, self._set_loss_scale, **options)
 
@@ -491,7 +493,8 @@ class Pipeline(Sequence[Stage]):
         ShapeError, UsageError
             Name the tensor.
         """
-        load_model(self._own_tensors(), state)
+        own = self._own_tensors()
+        load_model(own, self._ready().parts.cut_where_whole(own, state))
 
     def optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state and options that an optimizer has for this process's parameters, by name.
@@ -588,7 +591,7 @@ class Pipeline(Sequence[Stage]):
         save_merged(self._settled(), self._own, path)
 
     def _own(self) -> Own:
-        return Own(self._own_tensors(), self._trained(), self._own_names())
+        return Own(self._own_tensors(), self._trained(), self._own_names(), self._ready().parts)
 
     def _own_tensors(self) -> dict[str, Tensor]:
         self._settle_own()
@@ -605,7 +608,7 @@ class Pipeline(Sequence[Stage]):
         compiled, own = self._ready(), dict(self._own_parameters())
         compiled.refuse_unreduced(asked)
         asked = f"{asked} at loss_scale {self.loss_scale}"
-        return gradient_norms(self._trained(), own, float(norm_type), compiled.group, asked)
+        return gradient_norms(self._trained(), own, float(norm_type), compiled.group, compiled.parts, asked)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:

@@ -13,7 +13,7 @@ from zbcompile.formats import folders, profile_json
 from zbcompile.formats.checkpoint_json import PLAN_FILE
 from zbcompile.formats.detect import load_schedule
 from zbcompile.formats.files import read_text
-from zbcompile.options import MemoryLimit
+from zbcompile.options import MemoryLimit, Shard
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
 from zbcompile.schedule.ir import Placement, Schedule
@@ -30,6 +30,7 @@ __all__ = [
     "problem_of",
     "profile_of",
     "schedule_of",
+    "shards_of",
 ]
 
 
@@ -149,3 +150,25 @@ def schedule_of(
     if isinstance(schedule, Solution):
         return schedule.schedule, schedule.problem.profile
     return schedule, None
+
+
+def shards_of(shards: Mapping[str, int | Shard] | None) -> tuple[tuple[str, Shard], ...] | None:
+    """Return how parameters are cut, as an option: pattern of names and shard.
+
+    Raises
+    ------
+    UsageError
+        An entry is no pattern with a dimension or a `Shard`.
+    """
+    if shards is None:
+        return None
+    entries = shards.items() if isinstance(shards, Mapping) else [(shards, None)]
+    for pattern, shard in entries:
+        if not isinstance(pattern, str) or isinstance(shard, bool) or not isinstance(shard, int | Shard):
+            raise UsageError(
+                "shards maps patterns of names to the dimension that is cut, or to a Shard",
+                where="shards",
+                given=f"{pattern!r}: {shard!r}"[:80],
+                fix='write for instance {"*.up.weight": 0, "*.qkv.weight": zbcompile.Shard(0, blocks=3)}',
+            )
+    return tuple((p, s if isinstance(s, Shard) else Shard(s)) for p, s in shards.items())

@@ -17,6 +17,7 @@ from zbcompile.compiler.forms import first_form
 from zbcompile.compiler.free_model import let_go, require_group
 from zbcompile.compiler.job import check_places, place_of, require_members
 from zbcompile.compiler.observe import Observer, quiet
+from zbcompile.compiler.parts import check_shards
 from zbcompile.compiler.signature import Signature, Value, largest_divisor
 from zbcompile.errors import UsageError
 from zbcompile.options import CompileOptions
@@ -47,6 +48,7 @@ def build(options: CompileOptions, batch: Batch, observer: Observer = quiet) -> 
             planners.agree(options.agreed_parts())
         if options.free_model:
             require_group(group)
+        check_shards(options, with_loss(options.model, options.loss_fn), group)
         num_ranks = _num_ranks(options, group)
         signature = Signature(batch, options)
         values = signature.values(batch)

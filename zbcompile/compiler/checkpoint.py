@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zbcompile.compiler.parts import Parts
 from zbcompile.compiler.sharding import split_like
 from zbcompile.errors import ShapeError, UsageError
 from zbcompile.passes.split.stage_graphs import StageGraphs
@@ -27,6 +28,7 @@ __all__ = [
     "names_of",
     "optimizer_parts",
     "optimizer_state",
+    "own_names",
     "own_tensors",
 ]
 
@@ -61,16 +63,7 @@ def own_tensors(
             where=other,
             fix="save it beside the checkpoint, and leave it out of the module's get_extra_state()",
         )
-    held: dict[int, set[int]] = {}
-    for stage in stages:
-        for name in (*stage.parameters, *stage.buffers):
-            if name in whole:
-                held.setdefault(id(whole[name]), set()).add(stage.index)
-    own = {
-        name: tensor
-        for name, tensor in whole.items()
-        if (held[id(tensor)] & set(local) if id(tensor) in held else first)
-    }
+    own = {name: whole[name] for name in own_names(whole, stages, local, first)}
     empty = next((name for name, tensor in own.items() if tensor.is_meta), None)
     if empty is not None:
         raise UsageError(
@@ -81,13 +74,36 @@ def own_tensors(
     return own
 
 
+def own_names(
+    whole: Mapping[str, Any], stages: Iterable[StageGraphs], local: Collection[int], first: bool
+) -> list[str]:
+    """Return the names of what this process saves; ``whole`` is the state dict, the rest as `own_tensors`."""
+    held: dict[int, set[int]] = {}
+    for stage in stages:
+        for name in (*stage.parameters, *stage.buffers):
+            if name in whole:
+                held.setdefault(id(whole[name]), set()).add(stage.index)
+    return [
+        name
+        for name, tensor in whole.items()
+        if (held[id(tensor)] & set(local) if id(tensor) in held else first)
+    ]
+
+
 def model_state(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors to save: they share memory with the model's."""
     return {name: tensor.detach() for name, tensor in own.items()}
 
 
-def check_model(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+def check_model(own: Mapping[str, Tensor], state: Mapping[str, Tensor], parts: Parts | None = None) -> None:
     """Refuse saved values that this process's tensors cannot take.
+
+    Parameters
+    ----------
+    own, state
+        Tensors and saved values, by name.
+    parts
+        Where the saved values are whole tensors: which of this process's are parts.
 
     Raises
     ------
@@ -98,11 +114,12 @@ def check_model(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     """
     for name, tensor in own.items():
         saved = _saved(state, name)
-        if saved.shape != tensor.shape:
+        needed = list(tensor.shape) if parts is None else parts.whole_shape(name, tensor)
+        if list(saved.shape) != needed:
             raise ShapeError(
                 "a saved tensor has another shape than the model's",
                 where=name,
-                needed=list(tensor.shape),
+                needed=needed,
                 given=list(saved.shape),
                 fix="load the checkpoint of this model",
             )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbcompile.compiler.call import Batch, constant_values, name_of
+from zbcompile.compiler.checkpoint import own_names
 from zbcompile.compiler.evaluation import Evaluation
 from zbcompile.compiler.form_table import FormTable
 from zbcompile.compiler.forms import TrainingForm
@@ -25,6 +26,8 @@ from zbcompile.compiler.kept_gradients import KeptGradients
 from zbcompile.compiler.load import join, join_metrics, join_results, losses_of, make_reader
 from zbcompile.compiler.lower import LoweredPlan
 from zbcompile.compiler.model_guard import ModeGuard, ModelGuard
+from zbcompile.compiler.parts import check_copies, parts_of
+from zbcompile.compiler.peers import outside_peers
 from zbcompile.compiler.runs import Run
 from zbcompile.compiler.sharding import Shards, refuse_dtensors, refuse_wrapped
 from zbcompile.compiler.sharing import share_values, tell_evaluation
@@ -36,6 +39,7 @@ from zbcompile.formats.measured_json import Measured
 from zbcompile.options import CompileOptions
 from zbcompile.passes import torch_private
 from zbcompile.passes.capture.with_loss import with_loss
+from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.gradients import GradientSums, divided, hand_over, parameters_of, run_hooks
@@ -92,14 +96,18 @@ class CompiledPipeline:
         Number of the next step.
     updates
         Steps of optimizers that may not be validated yet.
+    parts
+        Which tensors of this process are parts of larger ones.
     """
 
     def __init__(self, options: CompileOptions, group: PipelineGroup | None, form: TrainingForm) -> None:
         self.options, self.first = options, form
         self.trained = with_loss(options.model, options.loss_fn)
         self.reader = make_reader(self.trained, self.staged.stages)
-        self._replicas_checked = self._has_run = False
+        self._replicas_checked = self._copies_checked = self._has_run = False
         self._shards = self._sharded_stages(group)
+        self._outside = outside_peers(self.staged, group)
+        self.parts = parts_of(options, self.trained, self._own_names(group), group, self._outside)
         state = self.reader.read()
         self.stages = [Stage(s.index, s, state, self.trained) for s in self.staged.stages]
         self.guard, self.mode = ModelGuard(options.model, options.loss_fn), ModeGuard()
@@ -118,11 +126,30 @@ class CompiledPipeline:
         """Shard the weights of this process's stages over its replicas, where they share them."""
         if group is None or len(group.shards) == 1:
             return None
-        state, rank_of = self.reader.read(), self.first.spec.placement.rank_of
-        mine = [s for s in self.staged.stages if rank_of[s.index] == group.pipeline_rank]
+        state, mine = self.reader.read(), self._own_stages(group)
         self._check_replicas(group, state)
         own = {s.index: parameters_of({name: state[name] for name in s.parameters}) for s in mine}
         return Shards(self.trained, group, own, self.staged.captured.device)
+
+    def _own_stages(self, group: PipelineGroup | None) -> list[StageGraphs]:
+        """Return the stages of this process."""
+        rank_of = self.first.spec.placement.rank_of
+        return [s for s in self.staged.stages if group is None or rank_of[s.index] == group.pipeline_rank]
+
+    def _own_names(self, group: PipelineGroup | None) -> list[str]:
+        local = [stage.index for stage in self._own_stages(group)]
+        first = group is None or group.pipeline_rank == 0
+        return own_names(self.trained.state_dict(keep_vars=True), self.staged.stages, local, first)
+
+    def refuse_outside(self, what: str) -> None:
+        """Refuse a decision of all ranks where stages have peers beside them. Raises `UsageError`."""
+        if self._outside:
+            raise UsageError(
+                f"{what} decides for these ranks alone, and their peers would decide otherwise",
+                where="mesh",
+                given=self._outside,
+                fix="give compile() mesh= with dimensions pp and tp in place of group= and plan_group=",
+            )
 
     def _attach(self, group: PipelineGroup | None) -> None:
         self.group = group
@@ -244,6 +271,7 @@ class CompiledPipeline:
                     refuse_wrapped(self.trained)
                 if self.group is not None:
                     self._check_replicas(self.group, state)
+                    self._check_copies(self.group)
                     if waits or self._shards is not None:
                         # Nothing else makes the replicas meet before they have changed something.
                         self.group.barrier("the beginning of the step")
@@ -373,12 +401,18 @@ class CompiledPipeline:
     def _check_replicas(self, group: PipelineGroup, state: Mapping[str, Tensor]) -> None:
         """Compare the weights that replicas begin with, before the first step."""
         if not self._replicas_checked:
-            mine = [
-                s for s in self.staged.stages if self.spec.placement.rank_of[s.index] == group.pipeline_rank
-            ]
+            mine = self._own_stages(group)
             names = dict.fromkeys(name for stage in mine for name in (*stage.parameters, *stage.buffers))
             check_replicas(group, {name: state[name] for name in names})
         self._replicas_checked = True
+
+    def _check_copies(self, group: PipelineGroup) -> None:
+        """Compare the copies that processes along the mesh's further dimensions begin with, once."""
+        if not self._copies_checked:
+            state = self.trained.state_dict(keep_vars=True)
+            own = {name: state[name] for name in self._own_names(group) if not state[name].is_meta}
+            check_copies(group, self.parts, own)
+        self._copies_checked = True
 
     def run_eval(self, batch: Batch) -> StepResult:
         """Run forward only; the first call with a shape captures the model in evaluation mode."""

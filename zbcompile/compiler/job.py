@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from zbcompile.compiler.sharing import sampled_bytes
+from zbcompile.compiler.sampled import sampled_bytes
 from zbcompile.errors import PipelineError, UsageError
 from zbcompile.options import CompileOptions
 from zbcompile.runtime.grid import Place, place_in_mesh, place_of_groups

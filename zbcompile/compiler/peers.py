@@ -14,10 +14,10 @@ from zbcompile.runtime.group import PipelineGroup
 
 __all__ = [
     "has_peers",
+    "outside_peers",
     "reduced_stages",
     "refuse_changed_buffers",
     "refuse_peers",
-    "refuse_shards",
     "require_one_plan",
     "require_own_groups",
     "sharded_stages",
@@ -151,18 +151,16 @@ def sharded_stages(staged: StagedModel, group: PipelineGroup | None) -> tuple[in
     return tuple(stage.index for stage in staged.stages if stage.parameters)
 
 
-def refuse_shards(group: PipelineGroup | None, what: str) -> None:
-    """Refuse a call that takes parameters of one name for one parameter, where they may be shards of it.
-
-    Raises
-    ------
-    UsageError
-        The job has more processes than its pipeline's replicas have: those of the mesh's further dimensions.
-    """
-    if group is not None and group.size > len(group.pipelines) * len(group.pipeline):
-        raise UsageError(
-            f"{what} cannot tell whether parameters of the same name are shards or copies of one",
-            where="mesh",
-            given=f"{group.size} processes, {len(group.pipelines)} replicas of {len(group.pipeline)} ranks",
-            fix="do it over the stage's own group: its size is known to the model that uses it",
-        )
+def outside_peers(staged: StagedModel, group: PipelineGroup | None) -> str:
+    """Return in words the processes beside the group that stages exchange data with; "" if there are none."""
+    own = set() if group is None else set(group.members)
+    found = {name: members_of(name) for name in _groups(staged)}
+    return next(
+        (
+            f"stage {_groups(staged)[name]} exchanges data with the processes {sorted(members)}, of which "
+            "mesh= does not tell"
+            for name, members in found.items()
+            if not set(members) <= own
+        ),
+        "",
+    )

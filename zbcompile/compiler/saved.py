@@ -12,13 +12,12 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save as save_entries
@@ -26,8 +25,10 @@ from torch.optim import Optimizer
 
 from zbcompile.compiler.checkpoint import check_model, load_model, optimizer_parts, optimizer_state
 from zbcompile.compiler.compiled import CompiledPipeline
-from zbcompile.compiler.peers import refuse_shards
-from zbcompile.compiler.sharding import is_sharded, split_like
+from zbcompile.compiler.part_entries import PartPlanner, SavedPart, saved_parts
+from zbcompile.compiler.parts import Part, Parts
+from zbcompile.compiler.sampled import sampled_bytes
+from zbcompile.compiler.sharding import local, split_like
 from zbcompile.errors import PipelineError, UsageError
 from zbcompile.formats import checkpoint_json, folders, schedule_json
 from zbcompile.formats.checkpoint_json import PLAN_FILE, TRAINING_FILE, CheckpointFile
@@ -36,7 +37,7 @@ from zbcompile.formats.streams import reason
 from zbcompile.runtime.checkpoint_reader import INDEX_FILE, CheckpointReader, is_data_file
 from zbcompile.runtime.group import PipelineGroup
 
-__all__ = ["Own", "load", "on_first", "save"]
+__all__ = ["Own", "checked", "load", "on_first", "save"]
 
 MODEL, OPTIMIZER = "model.", "optim."
 _SLOWEST_BYTES_PER_S = 10e6
@@ -54,11 +55,14 @@ class Own:
         What owns all parameters.
     parameters
         Names of the parameters that this process trains.
+    parts
+        Which tensors are parts of larger ones.
     """
 
     tensors: Mapping[str, Tensor]
     trained: nn.Module
     parameters: Collection[str]
+    parts: Parts
 
 
 def save(
@@ -83,8 +87,8 @@ def save(
     with compiled.runner.call("save()") as call:
         with call.checks():
             compiled.refuse_unreduced("save()")
-            refuse_shards(group, "save()")
-            state = _state(own(), optimizer) if group is None or group.writes else {}
+            mine = checked(own(), compiled, "save()")
+            state = _state(mine, optimizer) if group is None or group.writes else {}
             record = CheckpointFile(compiled.step_number, compiled.options.seed, extra)
             texts = {
                 TRAINING_FILE: checkpoint_json.dumps(record),
@@ -92,7 +96,8 @@ def save(
             }
             if group is None or group.rank == 0:
                 folders.begin(target, _belongs)
-            extra_s = _extra_s(group, target, texts, state)
+            odd = _odd(mine, optimizer)
+            extra_s = _extra_s(group, target, texts, state, mine.parts, odd)
         _write(group, folders.partial(target), state, extra_s)
         on_first(group, lambda: _finish(target, texts), target, extra_s)
 
@@ -116,13 +121,13 @@ def load(
     with compiled.runner.call("load()") as call:
         with call.checks():
             compiled.refuse_unreduced("load()")
-            refuse_shards(group, "load()")
-            mine, record = own(), _record(folder)
+            mine, record = checked(own(), compiled, "load()"), _record(folder)
             if record is not None:
                 _check_seed(compiled, record)
             reader = CheckpointReader(folder)
             found, state = _read(reader, mine, optimizer is not None)
-            check_model(mine.tensors, found)
+            check_model(mine.tensors, found, mine.parts)
+            found = {name: mine.parts.cut(name, value) for name, value in found.items()}
             state = _split(state, mine)
             parts: dict[str, Any] = {}
             if optimizer is not None:
@@ -141,33 +146,82 @@ def load(
     return None if record is None else record.extra
 
 
+def checked(own: Own, compiled: CompiledPipeline, what: str) -> Own:
+    """Return the same, unless nobody can tell parts from copies in this job of several pipelines."""
+    group = compiled.group
+    if group is not None and group.others:
+        own.parts.require(what)
+    return own
+
+
 def _state(own: Own, optimizer: Optimizer | None) -> dict[str, Any]:
-    """Return the entries of this process's part."""
+    """Return the entries of this process's part: copies are in those of the first that holds them."""
     state: dict[str, Any] = {MODEL + name: tensor.detach() for name, tensor in own.tensors.items()}
+    cut = {MODEL + name: part for name, part in own.parts.of.items() if name in own.tensors}
     if optimizer is not None:
         found = optimizer_state(own.trained, own.parameters, optimizer)
         state |= {OPTIMIZER + key: value for key, value in found.items()}
-    return state
+        cut |= {OPTIMIZER + key: part for key, part, _ in _of_parts(own, found) if part is not None}
+    kept = state if own.parts.is_first else {key: state[key] for key in cut}
+    return saved_parts(kept, cut)
+
+
+def _of_parts(own: Own, entries: Mapping[str, Any]) -> Iterator[tuple[str, Part | None, Tensor]]:
+    """Yield an optimizer's tensors for parameters that are parts, and the part where they are parts, too."""
+    for key, value in entries.items():
+        kind, _, rest = key.partition(".")
+        name = rest.rpartition(".")[0]
+        if kind == "state" and name in own.parts.of and isinstance(value, Tensor):
+            yield key, own.parts.of[name] if value.shape == own.tensors[name].shape else None, value
+
+
+def _odd(own: Own, optimizer: Optimizer | None) -> dict[str, str]:
+    """Return hashes of what an optimizer has for parts in another shape, which all parts must share."""
+    if optimizer is None or not own.parts.of:
+        return {}
+    entries = optimizer_state(own.trained, own.parameters, optimizer)
+    return {
+        key: hashlib.sha256(sampled_bytes(local(value))).hexdigest()[:16]
+        for key, part, value in _of_parts(own, entries)
+        if part is None
+    }
 
 
 def _extra_s(
-    group: PipelineGroup | None, target: str, texts: Mapping[str, str], state: Mapping[str, Any]
+    group: PipelineGroup | None,
+    target: str,
+    texts: Mapping[str, str],
+    state: Mapping[str, Any],
+    parts: Parts,
+    odd: Mapping[str, str],
 ) -> float:
     """Compare what the ranks save; return the seconds that the largest part may take on a slow disk."""
     if group is None:
         return 0.0
     digest = hashlib.sha256(json.dumps([target, texts]).encode()).hexdigest()
-    size = sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
-    told = [json.loads(text) for text in group.gather(json.dumps([digest, size]), "save()")]
-    other = next((rank for rank, (theirs, _) in enumerate(told) if theirs != told[0][0]), None)
-    if other is not None:
-        raise group.calls.common(
-            PipelineError(
-                f"the ranks differ in what they save: rank {other} from rank 0",
-                fix="call save() on every rank with the same path and extra, at the same step",
+    size = sum(value.nbytes for value in state.values() if isinstance(value, Tensor | SavedPart))
+    mine = json.dumps([digest, size, parts.peers, odd])
+    told = [json.loads(text) for text in group.gather(mine, "save()")]
+    for rank, (theirs, _, peers, hashes) in enumerate(told):
+        if theirs != told[0][0]:
+            raise group.calls.common(
+                PipelineError(
+                    f"the ranks differ in what they save: rank {rank} from rank 0",
+                    fix="call save() on every rank with the same path and extra, at the same step",
+                )
             )
-        )
-    return float(max(size for _, size in told)) / _SLOWEST_BYTES_PER_S
+        for first in (ranks[0] for ranks in peers):
+            key = next((key for key in hashes if told[first][3].get(key) != hashes[key]), None)
+            if key is not None:
+                raise group.calls.common(
+                    PipelineError(
+                        "the optimizer's state of a shard is neither a part of the whole parameter's nor the "
+                        f"same on all shards: rank {rank} differs from rank {first}",
+                        where=key,
+                        fix="save without the optimizer, or use one with a state per entry, such as AdamW",
+                    )
+                )
+    return float(max(size for _, size, _, _ in told)) / _SLOWEST_BYTES_PER_S
 
 
 class _Writer(FileSystemWriter):
@@ -185,7 +239,7 @@ def _write(group: PipelineGroup | None, folder: str, state: Mapping[str, Any], e
                 save_entries(
                     dict(state),
                     storage_writer=_Writer(folder),
-                    planner=DefaultSavePlanner(flatten_state_dict=False),
+                    planner=PartPlanner(flatten_state_dict=False),
                     process_group=None if group is None else group.control,
                     no_dist=group is None,
                 )
@@ -281,13 +335,15 @@ def _read(
 
 
 def _split(entries: Mapping[str, Any], own: Own) -> dict[str, Any]:
-    """Return an optimizer's entries, those of sharded parameters sharded like them."""
+    """Return an optimizer's entries; of parameters that are parts or shared by replicas what is kept here."""
     found = dict(entries)
-    for name in own.parameters if any(map(is_sharded, own.tensors.values())) else ():
-        prefix = f"state.{name}."
-        for key, value in entries.items():
-            if key.startswith(prefix) and isinstance(value, Tensor):
-                found[key] = split_like(value, own.tensors[name])
+    for key, value in entries.items():
+        kind, _, rest = key.partition(".")
+        name = rest.rpartition(".")[0]
+        if kind != "state" or name not in own.parameters or not isinstance(value, Tensor):
+            continue
+        if list(value.shape) == own.parts.whole_shape(name, own.tensors[name]):
+            found[key] = split_like(own.parts.cut(name, value), own.tensors[name])
     return found
 
 

@@ -18,18 +18,13 @@ from torch import Tensor
 
 from zbcompile.compiler.call import pieces_of
 from zbcompile.compiler.runs import Counted, Run, Shapes
+from zbcompile.compiler.sampled import bytes_of, sampled_bytes
 from zbcompile.compiler.signature import Signature, Value
 from zbcompile.errors import UsageError
 from zbcompile.passes.capture.nested_values import Microbatches
 from zbcompile.runtime.group import PipelineGroup
 
-__all__ = [
-    "examples", "regrouped", "sampled_bytes", "share_values", "tell", "tell_evaluation", "whole_shapes",
-]  # fmt: skip
-
-_WHOLE_BYTES = 1 << 20
-"""Tensors up to this size are hashed whole, of larger ones a sample of as many entries."""
-_SAMPLE = 4096
+__all__ = ["examples", "regrouped", "share_values", "tell", "tell_evaluation", "whole_shapes"]
 
 
 def tell(
@@ -145,23 +140,6 @@ def _hash(value: Tensor | Microbatches) -> str:
         digest.update(sampled_bytes(piece))
     shapes = ", ".join(str(list(piece.shape)) for piece in pieces)
     return f"{shapes} {value.dtype}, hash {digest.hexdigest()}"
-
-
-def sampled_bytes(tensor: Tensor) -> bytes:
-    """Return the bytes of a tensor, of a sample of its entries where it is large."""
-    return _bytes(_sample(tensor.detach()))
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    if tensor.nbytes <= _WHOLE_BYTES:
-        return tensor
-    places = torch.linspace(0, tensor.numel() - 1, _SAMPLE, dtype=torch.float64).long()
-    return tensor[torch.unravel_index(places.to(tensor.device), tensor.shape)]
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def whole_shapes(
@@ -300,7 +278,7 @@ def share_values(
     text = None
     if group.rank == pipeline[source]:
         rows = [
-            [name, list(v.shape), str(v.dtype).removeprefix("torch."), base64.b64encode(_bytes(v)).decode()]
+            [name, list(v.shape), str(v.dtype).removeprefix("torch."), base64.b64encode(bytes_of(v)).decode()]
             for name, v in values.items()
         ]
         text = json.dumps(rows)

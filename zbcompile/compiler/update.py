@@ -23,9 +23,11 @@ from zbcompile.compiler.norms import (
     norms_of_texts,
     norms_text,
     own_norms,
+    pieces_of,
     total_norm,
 )
 from zbcompile.compiler.optimizer_snapshot import Options, Snapshot
+from zbcompile.compiler.parts import Parts
 from zbcompile.errors import PipelineError, UsageError, ZBCompileError
 from zbcompile.passes.torch_private import version_of
 from zbcompile.runtime.group import PipelineGroup
@@ -211,6 +213,8 @@ class PostValidation(Trial):
         How many steps of optimizers the ranks have begun, this one included.
     group
         The ranks.
+    parts
+        Which parameters are parts of larger ones.
 
     Attributes
     ----------
@@ -231,6 +235,7 @@ class PostValidation(Trial):
         words: str,
         number: int,
         group: PipelineGroup,
+        parts: Parts,
     ) -> None:
         self._optimizers, self._trained = tuple(optimizers), trained
         self._asked, self._words, self.number = asked, words, number
@@ -238,7 +243,7 @@ class PostValidation(Trial):
         self.settled = False
         self.fault: UsageError | None = None
         norms = own_norms(own, asked.norm_type)
-        self._meeting = group.late_meeting(words, number, norms_text(norms, words))
+        self._meeting = group.late_meeting(words, number, norms_text(norms, words, pieces_of(own, parts)))
         self._norms, self._options = norms, Options(optimizers)
         # Where the own gradients say already that more is due, the step waits for the norm of all.
         self._stepped = asked.decide(norms).is_plain
@@ -315,7 +320,7 @@ class PostValidation(Trial):
         """Wait for the norms of all ranks; where they change nothing, drop what could undo the step."""
         texts = self._meeting.texts()
         try:
-            found = norms_of_texts(texts, self._norms, self._words)
+            found = norms_of_texts(texts, self._norms, self._words, self._asked.norm_type)
         except UsageError as error:
             self.fault = error
             self.outcome = Outcome(total_norm(list(self._norms.values()), self._asked.norm_type), False, True)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from zbcompile.compiler.checkpoint import names_of
 from zbcompile.compiler.norms import gradient_norms
 from zbcompile.compiler.optimizer_snapshot import check_reversible
+from zbcompile.compiler.parts import Parts
 from zbcompile.compiler.update import Asked, Outcome, PostValidation, Update, step_now
 from zbcompile.errors import UsageError
 from zbcompile.runtime.group import PipelineGroup
@@ -45,11 +46,13 @@ class Updates:
         own: Mapping[str, nn.Parameter],
         trained: nn.Module,
         group: PipelineGroup | None,
+        parts: Parts,
         asked: Asked,
         loss_scale: float,
         post_validation: bool,
     ) -> Update:
         """Do what `Pipeline.optimizer_step` says; ``own`` are this process's parameters, by name."""
+        parts.require("optimizer_step()")
         if loss_scale != 1.0:
             raise UsageError(
                 "gradients are those of a scaled loss",
@@ -64,11 +67,13 @@ class Updates:
         words = f"optimizer_step({asked.max_norm}, {asked.norm_type}, {asked.error_if_nonfinite})"
         if group is None or not post_validation:
             return step_now(
-                optimizers, own, asked, gradient_norms(trained, own, asked.norm_type, group, words)
+                optimizers, own, asked, gradient_norms(trained, own, asked.norm_type, group, parts, words)
             )
         self.count += 1
         with deferred_signals():
-            update = self.current = PostValidation(optimizers, own, trained, asked, words, self.count, group)
+            update = self.current = PostValidation(
+                optimizers, own, trained, asked, words, self.count, group, parts
+            )
 
         def outcome() -> Outcome:
             self._settle(update, group)
