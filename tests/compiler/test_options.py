@@ -11,7 +11,7 @@ from torch import nn
 
 import zbcompile
 from zbcompile.errors import UsageError
-from zbcompile.options import CompileOptions
+from zbcompile.options import CompileOptions, Shard
 from zbcompile.planner.plan import plan
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement, Schedule
@@ -121,7 +121,9 @@ def test_all_options_but_the_named_ones_are_agreed_on() -> None:
         "cuts": "plan",
         "rank_speeds": (1_000_000, 500_000),
         "levels": ("full",) * 4,
+        "shards": (("*.weight", Shard(0)),),
     }
+    needs: dict[str, dict[str, Any]] = {"shards": {"mesh": object()}}
     compared_elsewhere = {
         "model",
         "loss_fn",
@@ -134,4 +136,5 @@ def test_all_options_but_the_named_ones_are_agreed_on() -> None:
     }
     assert set(CompileOptions.__dataclass_fields__) == set(other) | compared_elsewhere
     for name, value in other.items():
-        assert replace(base, **{name: value}).agreed_parts() != base.agreed_parts(), name
+        changed = replace(base, **{name: value}, **needs.get(name, {}))
+        assert changed.agreed_parts() != base.agreed_parts(), name
