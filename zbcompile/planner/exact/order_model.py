@@ -22,6 +22,7 @@ from ortools.sat.python import cp_model, cp_model_helper
 from zbcompile.planner.core.instance import BW, B, Codes, F, Fusing, Op, W, numbered
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.exact.ticks import Ticks
+from zbcompile.schedule.ir import Kind
 
 __all__ = ["Literal", "OrderModel", "negated"]
 
@@ -29,6 +30,8 @@ Literal = cp_model_helper.Literal | bool
 """A boolean variable, its negation, or True or False."""
 
 Time = cp_model.LinearExpr | int
+
+_SENDS = frozenset(kind for kind in Kind if kind.is_send)
 
 
 def negated(literal: Literal) -> Literal:
@@ -172,18 +175,33 @@ class OrderModel:
 
     def _start_variable(self, op: Op) -> cp_model.IntVar:
         kind, s, i = op
-        instance, fused = self.instance, self.fused[s, i]
-        shortest = (
-            min(instance.backward[s], instance.fused[s]) if fused is not False else instance.backward[s]
-        )
+        instance = self.instance
         head = self.paths.head[s if kind == F else instance.num_stages + s]
-        head += shortest if kind == W else 0
-        length = {F: instance.forward[s], B: shortest, W: instance.weight[s] if fused is False else 0}[kind]
-        latest = self.horizon - length
+        head += self._shortest((B, s, i)) if kind == W else 0
+        latest = self.horizon - self._shortest(op)
         if op == (F, 0, 0) and self.ticks.one_source:
             head = latest = instance.steps.lead(instance.stages_of, instance.objective)
         self.in_reach = self.in_reach and head <= latest
         return self.model.new_int_var(head, max(head, latest), f"{op}")
+
+    def _shortest(self, op: Op) -> int:
+        """Return the least duration of an action that runs; 0 for a W that may be left out."""
+        kind, s, i = op
+        instance, fused = self.instance, self.fused[s, i]
+        if kind == F:
+            return instance.forward[s]
+        if kind == W:
+            return instance.weight[s] if fused is False else 0
+        split, whole = instance.backward[s], instance.fused[s]
+        return split if fused is False else whole if fused is True else min(split, whole)
+
+    def _travel(self, op: Op) -> int:
+        """Return the least time from the end of an action until all that it sends has arrived.
+
+        Sends that wait for each other travel one after the other.
+        """
+        lags = [way.lag for way in self.ticks.ways if (way.side, way.source) == op[:2]]
+        return sum(lags) if self.ticks.mode.waits_before & _SENDS else max(lags)
 
     def _dependencies(self) -> None:
         instance, start = self.instance, self.start
@@ -217,8 +235,10 @@ class OrderModel:
         kind, s, i = op
         model, instance, start, fused = self.model, self.instance, self.start[op], self.fused[s, i]
         if op in self.free:
-            size = model.new_int_var(1, self.horizon, f"held{op}")
-            model.add(self.free[op] >= self.end(op))
+            travel = self._travel(op)
+            least = min(self._shortest(op) + travel, self.horizon)
+            size = model.new_int_var(least, self.horizon, f"held{op}")
+            model.add(size >= self.length(op) + travel)
             return [model.new_interval_var(start, size, self.free[op], f"i{op}")]
         forms: list[tuple[int, Literal]] = [(instance.forward[s], True)]
         if kind != F:
