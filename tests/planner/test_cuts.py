@@ -14,7 +14,7 @@ from tests.support.places import DATA
 from tests.support.planner_cases import brute_force, exact_value
 from zbcompile.errors import FormatError, InfeasibleError, UsageError
 from zbcompile.formats import schedule_json
-from zbcompile.planner.bounds.cuts import best_cut, shared_bound
+from zbcompile.planner.bounds.cuts import Segments, best_cut, shared_bound
 from zbcompile.planner.certify.certificate import explain, verify, verify_certificate
 from zbcompile.planner.cuts import plan_cuts, quick_cuts
 from zbcompile.planner.incumbent import Progress
@@ -181,6 +181,54 @@ def test_the_bound_over_cuts_of_the_target(caps_in_p: float, least_ns: int) -> N
     found = best_cut(target_task(caps_in_p))
     assert found is not None
     assert found.bound.value_ns >= least_ns
+
+
+def test_what_a_step_costs_beside_its_pieces_is_in_the_bound_over_all_cuts() -> None:
+    """Rank 0 pays it for its three pieces; ranks behind it count at least what piece 0 costs."""
+    layer = StageCost.simple(4, 4, 2, 5, 2)
+    whole = replace(layer, unshard_ns=3, reduce_ns=20, update_ns=5)
+    for objective in ("span", "makespan"):
+        plain, more = (
+            Segments(CutProblem.of(Profile((piece,) * 9), Placement.linear(3), 6, 40, objective))
+            for piece in (layer, whole)
+        )
+        assert more.cost((0, 0, 3)) == plain.cost((0, 0, 3)) + 3 * 28
+        assert more.cost((2, 8, 9)) >= plain.cost((2, 8, 9)) + 28
+    task = CutProblem.of(Profile((whole,) * 9), Placement.linear(3), 6, 40)
+    assert verify(plan_cuts(task, level=1, time_limit_s=1)) == []
+    several = CutProblem.of(Profile((whole,) * 9), Placement.v(2), 6)
+    found = plan_cuts(several, level=1, time_limit_s=1)
+    assert found.certificate.bound_ns == (6 * 90 + 9 * 5) // 2 + 3 + 20
+    assert verify(found) == []
+
+
+def test_the_headroom_of_all_ranks_bounds_several_stages_on_each() -> None:
+    """One microbatch at a time fits: pieces hold 5 bytes for 8 ns and for all that comes behind them."""
+    layer = StageCost.simple(4, 4, 0, 5, 0)
+    task = CutProblem.of(Profile((layer,) * 8), Placement.v(2), 6, 20)
+    bound = shared_bound(task)
+    assert bound.value_ns == bound.witness["mean_area_ns"] == 6 * 5 * 8 * (8 * 9 // 2) // 40
+    assert bound.value_ns < shared_bound(replace(task, frame=task.frame.with_(caps=(15, 20)))).value_ns
+    assert bound.value_ns > shared_bound(replace(task, frame=task.frame.with_(caps=(20, None)))).value_ns
+    solution = plan_cuts(task, level=1, time_limit_s=1)
+    assert solution.certificate.bound_ns == bound.value_ns
+    assert verify(solution) == []
+    higher = replace(
+        solution.certificate,
+        bound_ns=bound.value_ns + 1,
+        witness={**bound.witness, "mean_area_ns": bound.value_ns + 1},
+    )
+    assert verify(replace(solution, certificate=higher))
+
+
+def test_a_cut_that_fits_is_found_where_the_balanced_one_does_not() -> None:
+    """Rank 0 is the faster one and has bytes for one piece."""
+    layer = StageCost(5, 3, 6, 6, 5, 5)
+    placement, speeds = Placement((1, 1, 0, 1)), speeds_of((2, 0.5))
+    task = CutProblem.of(Profile((layer,) * 6), placement, 1, (8, 27), speeds=speeds)
+    solution = plan_cuts(task, level=1, time_limit_s=1)
+    assert solution.cuts.sizes[2] == 1
+    assert verify(solution) == []
 
 
 def test_quick_cuts_are_the_same_wherever_they_are_asked_for_and_beat_the_even_cut() -> None:

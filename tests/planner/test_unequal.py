@@ -151,6 +151,27 @@ def test_certificates_are_derived_again(objective: str, transport: str) -> None:
         verify_certificate(replace(found, certificate=wrong))
 
 
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("factors", [(1, 0.4, 1.9, 0.7), (0.1, 0.1, 9)])
+def test_what_a_step_costs_beside_its_microbatches_is_in_their_bounds(
+    objective: str, factors: tuple[float, ...]
+) -> None:
+    plain = problem_of(*factors, objective=objective)
+    stages = (
+        replace(stage, unshard_ns=30, reduce_ns=2000, update_ns=500 + s)
+        for s, stage in enumerate(plain.profile.stages)
+    )
+    problem = plain.with_(profile=replace(plain.profile, stages=tuple(stages)))
+    more = bound_of(problem).value_ns - bound_of(plain).value_ns
+    assert 2530 <= more <= 2533
+    found = plan(problem, level=1, time_limit_s=1)
+    assert found.certificate.witness["once_a_step_ns"] == more
+    assert verify(found) == []
+    for wrong in (more + 1, more - 1):
+        witness = {**found.certificate.witness, "once_a_step_ns": wrong}
+        assert verify(replace(found, certificate=replace(found.certificate, witness=witness)))
+
+
 def test_a_bound_of_the_least_microbatch_is_derived_with_the_bound_in_it() -> None:
     problem = problem_of(1, 0.4, 1.9, 0.7, transport="rendezvous")
     found, bound = plan(problem, level=1, time_limit_s=1), blocking_send_bound(problem)

@@ -1,6 +1,7 @@
 """``python -m tests.prove --count 2000``: asks the exact model for orders below the bound.
 
 ``--plans`` plans the problems instead, under a random send mode each, and counts those proved optimal.
+``--everything`` plans problems of every kind and looks for false claims (`tests.prove.everything`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections import Counter
 
 from tests.prove.cases import Verdict, judge, make_problem, with_send_mode
+from tests.prove.everything import attack, make_task
 from zbcompile.planner.plan import plan
 from zbcompile.schedule.simulate import simulate
 
@@ -23,9 +25,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5.0, help="for each question to the solver")
     parser.add_argument("--every", action="store_true", help="ask too where another bound is as high")
     parser.add_argument("--plans", action="store_true", help="plan under a random send mode; count proofs")
+    parser.add_argument(
+        "--everything", action="store_true", help="plan problems of every kind, look for faults"
+    )
     arguments = parser.parse_args()
     if arguments.plans:
         return plans(range(arguments.first, arguments.first + arguments.count), arguments.seconds)
+    if arguments.everything:
+        return everything(range(arguments.first, arguments.first + arguments.count), arguments.seconds)
     began, counts = time.monotonic(), Counter[Verdict]()
     for seed in range(arguments.first, arguments.first + arguments.count):
         problem = make_problem(seed)
@@ -54,6 +61,22 @@ def plans(seeds: range, seconds: float) -> int:
     said = ", ".join(f"{proved[mode]} of {all_of[mode]} {mode}" for mode in sorted(all_of))
     print(f"{proved.total()} of {all_of.total()} proved: {said}; {time.monotonic() - began:.0f} s")
     return 1 if wrong else 0
+
+
+def everything(seeds: range, seconds: float) -> int:
+    """Plan problems of every kind and print what does not hold, and how many were proved; 1 at any fault."""
+    began, all_of, optimal, faulty = time.monotonic(), Counter[str](), Counter[str](), 0
+    for seed in seeds:
+        task = make_task(seed)
+        outcome = attack(task, seconds=seconds / 5, exact_s=seconds / 5, seed=seed)
+        all_of[task.kind] += 1
+        optimal[task.kind] += bool(outcome.optimal)
+        faulty += bool(outcome.faults)
+        for fault in outcome.faults:
+            print(f"seed {seed}, {task.kind}: {fault}", flush=True)
+    said = ", ".join(f"{optimal[kind]} of {all_of[kind]} {kind}" for kind in sorted(all_of))
+    print(f"{faulty} faulty; proved optimal: {said}; {time.monotonic() - began:.0f} s")
+    return 1 if faulty else 0
 
 
 if __name__ == "__main__":

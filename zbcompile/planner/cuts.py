@@ -24,7 +24,7 @@ from zbcompile.planner.portfolio import QUICK, names_to_leave_out
 from zbcompile.planner.run import Effort, Options, Run
 from zbcompile.planner.variants import Relay, bound_of
 from zbcompile.schedule.cuts import CutProblem
-from zbcompile.schedule.least_memory import check_caps
+from zbcompile.schedule.least_memory import check_caps, least_headroom
 from zbcompile.schedule.limits import check_pieces, check_plannable, check_seed
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
@@ -147,7 +147,7 @@ def _bound(task: CutProblem, fusing: Fusing) -> tuple[Bound, Sizes]:
     """Return the bound over all cuts, and the cut to begin with."""
     balanced = _balanced(task)
     if not task.in_order:
-        return shared_bound(task), balanced
+        return shared_bound(task), _fitting(task, balanced, fusing)
     best = best_cut(task)
     if best is not None:
         return best.bound, best.sizes
@@ -164,6 +164,27 @@ def _bound(task: CutProblem, fusing: Fusing) -> tuple[Bound, Sizes]:
             fix=f"raise the cap of {error.where} to {error.needed} bytes, or use more ranks",
         ) from None
     raise AssertionError("the closest cut fits")
+
+
+def _fitting(task: CutProblem, sizes: Sizes, fusing: Fusing) -> Sizes:
+    """Return a cut changed until it fits under the caps, or as close to that as moves of pieces come."""
+
+    def above(cut: Sizes) -> int:
+        """Return the bytes above the caps, of all ranks."""
+        problem, total = task.problem(cut), 0
+        for rank, cap in enumerate(problem.caps):
+            if cap is not None:
+                need = least_headroom(problem, rank, fusing=fusing is not Fusing.NEVER)
+                total += max(0, problem.static_bytes(rank) + need - cap)
+        return total
+
+    here = above(sizes)
+    while here:
+        closer = next((cut for cut in _around(sizes) if above(cut) < here), None)
+        if closer is None:
+            return sizes
+        sizes, here = closer, above(closer)
+    return sizes
 
 
 def _balanced(task: CutProblem) -> Sizes:

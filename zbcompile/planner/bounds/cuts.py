@@ -19,8 +19,20 @@ other ranks are taken at the speed of the fastest rank that may run them, and me
 any cut. Where some piece does not feed the next one, or gets no gradient from it, a cut may break the path:
 then heads, tails and round trips count nothing but the rank's own F.
 
-Several stages on a rank: some rank runs its share of all work, by speed; and the rank of stage 0 is busy or
-waits from the start of an F to the end of its B, while one microbatch passes through all pieces and back.
+What a step costs beside that adds up over the pieces of a stage (`zbcompile.planner.bounds.once_a_step`): the
+rank's first F waits for its gather, its reduction and its update follow its last W. Work and area grow by the
+three of them. What counts from the start of the step waits for the gather of stage 0, which has piece 0, or
+for the rank's own; what counts until W of stage 0 is followed by the reduction and the update of piece 0.
+
+Several stages on a rank: three bounds, and to each of them the least gather and reduction of any piece.
+
+* Some rank runs its share of all work and updates, by speed.
+* The rank of stage 0 is busy or waits from the start of an F to the end of its B, while one microbatch passes
+  through all pieces and back.
+* From the start of F to the end of B of the stage of piece k, the F's and B's of piece k and of all behind it
+  run one after the other, and M_B of piece k is held. With a cap on every rank, the ranks' headrooms times
+  their times are no less than the sum of that over the pieces and microbatches: the longest time is no less
+  than the sum over all headroom together.
 """
 
 from __future__ import annotations
@@ -136,8 +148,28 @@ class Segments:
         return max(most, self.frame.num_microbatches * trip * saved // room if room else 0)
 
     def mean_work(self) -> int:
-        """Return the work of all pieces in a step, shared by the ranks by their speeds."""
-        return self.frame.num_microbatches * self._work[-1] * AS_PROFILED // sum(self.speeds)
+        """Return the work of all pieces in a step, updates included, shared by the ranks by their speeds."""
+        work = self.frame.num_microbatches * self._work[-1] + sum(
+            p.update_ns for p in self.task.pieces.stages
+        )
+        return work * AS_PROFILED // sum(self.speeds)
+
+    def mean_area(self) -> int:
+        """Return bytes times time that all pieces hold, over all headroom; 0 without a cap on each rank."""
+        caps = [cap for cap in self.frame.caps if cap is not None]
+        room = sum(caps) - self._static[-1]
+        if len(caps) < self.ranks or room <= 0:
+            return 0
+        held = 0
+        for k, (saved, after) in enumerate(pairwise(self._saved)):
+            end = self.count if self._hops is not None else k + 1
+            held += (after - saved) * (self._f[end] - self._f[k] + self._b[end] - self._b[k])
+        return -(-self.frame.num_microbatches * held * AS_PROFILED // (max(self.speeds) * room))
+
+    def least_beside(self) -> int:
+        """Return the least gather and the least reduction of any piece: every rank pays as much."""
+        pieces = self.task.pieces.stages
+        return min(p.unshard_ns for p in pieces) + min(p.reduce_ns for p in pieces)
 
     def one_microbatch(self) -> int:
         """Return the time of all F's, B's and messages of one microbatch; 0 where a cut may break the way."""
@@ -202,15 +234,24 @@ class Segments:
             tail = self._tail(rank, first)
         idle = memory_window_bound(instance, trip, 0).idle_ns
         left = instance.weight[0] + pending_time(instance, 0, instance.headroom[0] - instance.saved[0], 0)
-        found = [work + idle, head + work + idle - left + tail if known and rank else 0]
+        own = stage.unshard_ns, stage.reduce_ns + stage.update_ns
+        opening, closing = self._of_piece_0() if known and rank else own
+        found = [sum(own) + work + idle]
+        if known and rank:
+            found.append(opening + head + work + idle - left + tail + closing)
         if instance.headroom[0] > 0:
             held = (trip + instance.backward[0]) * instance.saved[0] + instance.weight[0] * instance.pending[
                 0
             ]
-            found.append(-(-frame.num_microbatches * held // instance.headroom[0]))
+            found.append(sum(own) - (-frame.num_microbatches * held // instance.headroom[0]))
         if frame.objective == "makespan":
-            found.append(head + work + idle)
+            found.append(max(own[0], opening + head) + work + idle + own[1])
         return max(found)
+
+    def _of_piece_0(self) -> tuple[int, int]:
+        """Return the least gather of stage 0, and its least reduction and update: those of piece 0."""
+        piece = self.task.pieces.stages[0]
+        return piece.unshard_ns, piece.reduce_ns + piece.update_ns * AS_PROFILED // self.speeds[0]
 
     def _tail(self, rank: int, first: int) -> int:
         """Return the least time from the end of the rank's last B to the end of rank 0's W behind it."""
@@ -277,10 +318,16 @@ def least_overflow(task: CutProblem) -> tuple[int, ...]:
 
 
 def shared_bound(task: CutProblem) -> Bound:
-    """Return the bound over all cuts for any placement: the mean work, and the way of one microbatch."""
+    """Return the bound over all cuts for any placement: mean work, way of one microbatch, or mean area."""
     segments = Segments(task)
-    mean, way = segments.mean_work(), segments.one_microbatch()
-    return Bound(max(mean, way), "cuts", task.frame.objective, {"mean_work_ns": mean, "path_ns": way})
+    terms = {
+        "mean_work_ns": segments.mean_work(),
+        "path_ns": segments.one_microbatch(),
+        "mean_area_ns": segments.mean_area(),
+    }
+    beside = segments.least_beside()
+    witness = {**terms, "once_a_step_ns": beside} if beside else terms
+    return Bound(max(terms.values()) + beside, "cuts", task.frame.objective, witness)
 
 
 def _within(segments: Segments, most: int) -> tuple[int, ...] | None:

@@ -10,11 +10,12 @@ them. Let rank r have the stages S(r), and compute from the start of its first F
   least reduction of S(r), and then its update, after that W. Call this the tail of r.
 
 So a bound on the time that one rank computes grows by that rank's least gather and its tail (``work``,
-``memory_windows``, ``start_end_idle``: the rank of the witness; ``enclosing_pair``, ``last_round_trip``: the
-outer rank). Other bounds on the span grow by the least of these sums of all ranks. For the makespan, nothing
-computes before the gather of a stage that waits for no other stage; a bound on the end of one rank
-(``head_and_work``) grows by the least of these gathers and that rank's tail, every other one by the least
-gather and the least tail of all ranks.
+``memory_windows``, ``start_end_idle``, for the span ``microbatch_work``: the rank of the witness;
+``enclosing_pair``, ``last_round_trip``: the outer rank). Other bounds on the span grow by the least of these
+sums of all ranks. For the makespan, nothing computes before the gather of a stage that waits for no other
+stage; a bound on the end of one rank (``head_and_work``, for the makespan ``microbatch_work``) grows by the
+least of these gathers and that rank's tail, every other one by the least gather and the least tail of all
+ranks. Nothing of this asks whether microbatches are alike. ``least_microbatch`` has it from the bound in it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ _RANK_OF = {
     "start_end_idle": "rank",
     "enclosing_pair": "outer_rank",
     "last_round_trip": "outer_rank",
+    "microbatch_work": "rank",
 }
 """Methods that bound the time that one rank computes -> what their witness calls that rank."""
 
@@ -52,12 +54,13 @@ def with_once_a_step(instance: Instance, bounds: Iterable[Bound]) -> Iterator[Bo
         yield from bounds
         return
     least = least_once_a_step(instance)
+    ends_of = {"head_and_work"} | ({"microbatch_work"} if instance.objective == "makespan" else set())
     for bound in bounds:
         more, rank = least, bound.witness.get(_RANK_OF.get(bound.method, "rank"))
-        if isinstance(rank, int) and bound.method in _RANK_OF:
-            more = _gather(instance, rank) + _tail(instance, rank)
-        elif isinstance(rank, int) and bound.method == "head_and_work":
+        if isinstance(rank, int) and bound.method in ends_of:
             more = _first_gather(instance) + _tail(instance, rank)
+        elif isinstance(rank, int) and bound.method in _RANK_OF:
+            more = _gather(instance, rank) + _tail(instance, rank)
         witness = {**bound.witness, "once_a_step_ns": more}
         yield replace(bound, value_ns=bound.value_ns + more, witness=witness)
 

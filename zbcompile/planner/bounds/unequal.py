@@ -20,7 +20,8 @@ differ that name has no one cost, so none of them is used on the problem itself.
     The makespan is at least the longest path of any microbatch alone through all stages and back, at its own
     costs. The one with the most work is taken.
 
-B and W together count as no more than BW, whichever is less, per microbatch.
+B and W together count as no more than BW, whichever is less, per microbatch. The last two count F's, B's and
+W's; what a step costs beside them is added as to all bounds (`zbcompile.planner.bounds.once_a_step`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from zbcompile.planner.bounds.bound import Bound
+from zbcompile.planner.bounds.once_a_step import with_once_a_step
 from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.core.paths import Paths
 from zbcompile.schedule.problem import Problem
@@ -50,7 +52,7 @@ def unequal_bound(problem: Problem, of: Callable[[Problem], Bound]) -> Bound:
     paths = Paths.of(least)
     ones = [Instance.of(problem.one(i)).relaxed() for i in range(problem.num_microbatches)]
     each = [[one.forward[s] + one.backward[s] + one.weight[s] for s in range(one.num_stages)] for one in ones]
-    found = [least_microbatch_bound(problem, of)]
+    found: list[Bound] = []
     for rank, stages in enumerate(least.stages_of):
         work = sum(row[s] for row in each for s in stages)
         head = min(paths.head[s] for s in stages) if problem.objective == "makespan" else 0
@@ -61,4 +63,5 @@ def unequal_bound(problem: Problem, of: Callable[[Problem], Bound]) -> Bound:
         path = max(Paths.of(ones[i]).tail)
         witness = {"microbatch": i, "path_ns": path}
         found.append(Bound(path, "longest_microbatch", problem.objective, witness))
-    return max((bound for bound in found if bound is not None), key=lambda bound: bound.value_ns)
+    whole = [least_microbatch_bound(problem, of), *with_once_a_step(least, found)]
+    return max((bound for bound in whole if bound is not None), key=lambda bound: bound.value_ns)

@@ -17,6 +17,7 @@ from typing import cast
 from zbcompile.errors import CheckError, UsageError
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.blocking_send import instant_links
+from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.certify.cuts import check_cuts, cuts_bound
 from zbcompile.planner.certify.derive import derivations
 from zbcompile.planner.certify.facts import Derivation, Facts, Witness, alike, rank_of, refuse
@@ -32,7 +33,7 @@ from zbcompile.schedule.renumber import Numbering
 from zbcompile.schedule.simulate import simulate
 from zbcompile.schedule.solution import Solution
 
-__all__ = ["Verified", "explain", "verify", "verify_certificate"]
+__all__ = ["Verified", "explain", "rederived", "verify", "verify_certificate"]
 
 _MOST_ACTIONS = 7000
 """Largest step for which the exact model is built again."""
@@ -206,6 +207,17 @@ class _Solver:
     def __init__(self, target_ns: int, time_limit_s: float) -> None:
         self.target, self.limit = target_ns, time_limit_s
         self.out_of_time = False
+
+
+def rederived(problem: Problem, bound: Bound) -> int:
+    """Return the value of a bound that needs no solver, variants or cuts, as derived here.
+
+    Raises
+    ------
+    CheckError
+        It does not follow from its witness.
+    """
+    return _derive(problem, bound.method, bound.witness, Derivation(), _Solver(bound.value_ns, 0.0), None)
 
 
 def _derive(

@@ -7,6 +7,7 @@ of that chain's middle holds for every cut with this stage. Nothing here calls t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 from zbcompile.errors import UsageError
@@ -102,21 +103,48 @@ class _Ranks:
 
     def shared(self, witness: Witness, out: Derivation) -> int:
         """Add what some rank has to work, or what one microbatch takes, for any placement."""
-        total = self.problem.num_microbatches * self.work(0, self.count) * _AS_PROFILED
-        mean, way = total // sum(self.speeds), 0
+        m, pieces = self.problem.num_microbatches, self.pieces
+        total = m * self.work(0, self.count) + sum(p.update_ns for p in pieces)
+        mean, way = total * _AS_PROFILED // sum(self.speeds), 0
         if self.joined:
-            rank_of, pieces = self.problem.placement.rank_of, self.pieces
+            rank_of = self.problem.placement.rank_of
             once = sum(p.forward_ns + min(p.backward_input_ns, p.full_backward_ns) for p in pieces)
             way = once * _AS_PROFILED // max(self.speeds) + 2 * len(rank_of) * self.profile.overhead_ns
             for here, there in pairwise(rank_of):
                 if here != there:
                     way += self._hop(here, there, self.least_there) + self._hop(there, here, self.least_back)
-        Derivation(numbers={"mean_work_ns": mean, "path_ns": way}).compare(witness)
-        if way > mean:
-            out.add("one microbatch through all pieces and back, as the rank of stage 0 sees it", way)
-        else:
-            out.add("the ranks' mean share of all work, by their speeds", mean)
-        return max(mean, way)
+        terms = {
+            "the ranks' mean share of all work and updates, by their speeds": mean,
+            "one microbatch through all pieces and back, as the rank of stage 0 sees it": way,
+            "bytes times time of all pieces, over the headroom of all ranks": self._area(),
+        }
+        numbers: dict[str, object] = dict(
+            zip(("mean_work_ns", "path_ns", "mean_area_ns"), terms.values(), strict=True)
+        )
+        words = max(terms, key=lambda words: terms[words])
+        out.add(words, terms[words])
+        beside = min(p.unshard_ns for p in pieces) + min(p.reduce_ns for p in pieces)
+        if beside:
+            out.add("the least gather and the least reduction of any piece", beside)
+            numbers["once_a_step_ns"] = beside
+        Derivation(numbers=numbers).compare(witness)
+        return terms[words] + beside
+
+    def _area(self) -> int:
+        """Return bytes times time, from F to B of every piece's stage, over all headroom; 0 without caps."""
+        room = -sum(p.static_bytes for p in self.pieces)
+        for cap in self.problem.caps:
+            if cap is None:
+                return 0
+            room += cap
+        if room <= 0:
+            return 0
+        held = behind = 0
+        for piece in reversed(self.pieces):
+            own = piece.forward_ns + min(piece.backward_input_ns, piece.full_backward_ns)
+            behind = own + (behind if self.joined else 0)
+            held += piece.saved_bytes * behind
+        return -(-self.problem.num_microbatches * held * _AS_PROFILED // (max(self.speeds) * room))
 
     def way_below(self, target: int) -> list[int] | None:
         """Return a cut that leaves every rank below a value, or None."""
@@ -152,18 +180,28 @@ class _Ranks:
         trip = facts.way(("F", own), ("B", own))
         assert trip is not None
         work, idle = facts.work(own), self._idle(facts, own, trip)
-        found = {f"work {work} + idle {idle}": work + idle}
+        gather, after = self._once(facts, own)
+        lead, last = self._once(facts, 0) if own else (gather, after)
+        found = {f"{gather} before + work {work} + idle {idle} + {after} after": gather + work + idle + after}
         if self.joined and rank:
             head, left, tail = facts.head(own), facts.trailing(own), facts.b[0] + facts.w[0]
             words = f"way there {head} + work {work} + idle {idle} - W's left {left} + way back {tail}"
-            found[words] = head + work + idle - left + tail
+            found[f"{lead} before + {words} + {last} after"] = lead + head + work + idle - left + tail + last
             if self.problem.objective == "makespan":
-                found[f"head {head} + work {work} + idle {idle}"] = head + work + idle
+                start = max(gather, lead + head)
+                words = f"head {start} + work {work} + idle {idle} + {after} after"
+                found[words] = start + work + idle + after
         if room > 0:
             held = (trip + facts.b[own]) * facts.saved[own] + facts.w[own] * facts.pending[own]
-            found[f"{m} x {held} byte ns / {room} bytes"] = -(-m * held // room)
+            beside = gather + after
+            found[f"{m} x {held} byte ns / {room} bytes + {beside} once"] = -(-m * held // room) + beside
         most = max(found, key=lambda words: found[words])
         return found[most], most
+
+    def _once(self, facts: Facts, stage: int) -> tuple[int, int]:
+        """Return a stage's gather, and its reduction and update together."""
+        cost = facts.problem.profile.stages[stage]
+        return cost.unshard_ns, cost.reduce_ns + cost.update_ns
 
     def _facts(self, rank: int, first: int, end: int) -> tuple[Facts, int]:
         """Return the chain of what comes before, the rank's stage, and what follows; and its place there."""
@@ -177,7 +215,14 @@ class _Ranks:
             weight = min(piece.backward_weight_ns, spare) * _AS_PROFILED // self.speeds[0]
             there = sum(self._hop(r, r + 1, self.least_there) for r in range(rank))
             back = sum(self._hop(r + 1, r, self.least_back) for r in range(rank))
-            stages.append(StageCost.simple(forward + there, backward + back, weight, 0, 0))
+            stages.append(
+                replace(
+                    StageCost.simple(forward + there, backward + back, weight, 0, 0),
+                    unshard_ns=piece.unshard_ns,
+                    reduce_ns=piece.reduce_ns,
+                    update_ns=piece.update_ns * _AS_PROFILED // self.speeds[0],
+                )
+            )
             caps.append(None)
         own = len(stages)
         stages.append(self._own(rank, first, end))
@@ -220,6 +265,9 @@ class _Ranks:
             sum(p.saved_bytes for p in own),
             sum(p.saved_for_weight_bytes for p in own),
             sum(p.static_bytes for p in own),
+            unshard_ns=sum(p.unshard_ns for p in own),
+            reduce_ns=sum(p.reduce_ns for p in own),
+            update_ns=-(-sum(p.update_ns for p in own) * _AS_PROFILED // speed),
         )
 
     def _idle(self, facts: Facts, own: int, trip: int) -> int:

@@ -7,7 +7,7 @@ from zbcompile.schedule.problem import Problem
 
 __all__ = ["add_once_a_step"]
 
-_OF_ONE_RANK = ("work", "memory_windows", "start_end_idle")
+_OF_ONE_RANK = ("work", "memory_windows", "start_end_idle", "microbatch_work")
 _OF_THE_OUTER_RANK = ("enclosing_pair", "last_round_trip")
 
 
@@ -24,7 +24,9 @@ def add_once_a_step(problem: Problem, method: str, out: Derivation) -> int:
     of_rank = isinstance(rank, int) and method in (*_OF_ONE_RANK, *_OF_THE_OUTER_RANK, "head_and_work")
     targets = {edge.target for edge in problem.profile.edges}
     opening = min(cost.unshard_ns for s, cost in enumerate(stages) if s not in targets)
-    by_end = method == "head_and_work" or (problem.objective == "makespan" and not of_rank)
+    by_end = method == "head_and_work"
+    if problem.objective == "makespan":
+        by_end |= method == "microbatch_work" or not of_rank
     least: tuple[int, int, int, int] | None = None
     for r in range(problem.num_ranks):
         own = [stages[s] for s in problem.placement.stages_of(r)]

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from zbcompile.planner.certify.derive import derivations
 from zbcompile.planner.certify.facts import Derivation, Facts, Witness, number, rank_of, refuse
+from zbcompile.planner.certify.once_a_step import add_once_a_step
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.problem import Problem
 
@@ -49,6 +50,7 @@ def derive_unequal(
         _longest(problem, witness, part)
     else:
         raise refuse(f"{method[:40]!r} proves nothing where microbatches differ in cost")
+    add_once_a_step(problem, method, part)
     part.compare(witness)
     return part.total
 
