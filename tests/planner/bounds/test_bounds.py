@@ -8,12 +8,16 @@ import pytest
 
 from tests.support.planner_cases import brute_force, exact_value, random_placement, random_problem
 from zbcompile.planner.bounds.analytic import analytic_bounds, best_bound
+from zbcompile.planner.bounds.blocking_send import blocking_send_bound
 from zbcompile.planner.bounds.knapsack import fractional
+from zbcompile.planner.certify.certificate import rederived
 from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.core.paths import Paths, _AllPaths
-from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.planner.core.times import Clock
+from zbcompile.planner.exact.model import solve_exact
+from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
-from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.problem import TRANSPORTS, Problem
 
 BLOCKS = 12
 PER_BLOCK = 40
@@ -107,3 +111,19 @@ def test_fractional_knapsack() -> None:
     assert fractional([(5, 2, 3), (3, 1, 1)], 4) == 3 + 7
     assert fractional([(5, 0, 3)], 0) == 15
     assert fractional([(5, 1, 3)], -1) == 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+def test_a_stage_that_feeds_two_ranks_waits_for_the_nearer_one_at_least(transport: str) -> None:
+    """Rank 0 sends every F to ranks 1 and 2, 5 and 8 ns away."""
+    stages = (StageCost.simple(4, 1, 1), StageCost.simple(1, 1, 1), StageCost.simple(1, 1, 1))
+    profile = Profile(stages, (Edge(0, 1), Edge(0, 2, 3, 0)), Link(5, 1_000_000_000))
+    problem = Problem.of(profile, None, 3, None, "span", transport)
+    bound = blocking_send_bound(problem)
+    assert bound is not None
+    assert bound.value_ns >= 3 * (4 + 5 + 1 + 1) - 5
+    assert bound.value_ns > best_bound(problem).value_ns
+    assert rederived(problem, bound) == bound.value_ns
+    found = solve_exact(Instance.of(problem), lower=0, time_limit_s=60, clock=Clock.of(problem))
+    assert found.proved
+    assert bound.value_ns <= found.bound_ns

@@ -269,7 +269,8 @@ def _blocking_send(problem: Problem, witness: Witness, out: Derivation, solver: 
     if pair is None or not isinstance(method, str) or method in ("blocking_send", *_OUTERMOST):
         raise refuse("sends hold up nobody here", given=method)
     out.note(
-        f"{problem.transport}: every F and B counts with the travel time of what it sends; links are instant"
+        f"{problem.transport}: every F and B counts with the shortest travel time of what it sends, its links"
+        " without it"
     )
     inner = {name: value for name, value in witness.items() if name not in ("of", "last_message_ns")}
     if not alike(witness.get("last_message_ns", pair[1]), pair[1]):
