@@ -1,15 +1,17 @@
 """Train a Hugging Face Llama on 2 x 2 processes: two pipeline stages, each layer in two shards.
 
-    torchrun --nproc-per-node 4 examples/tensor_parallel.py
+    torchrun --nproc-per-node 4 examples/tensor_parallel.py [FOLDER]
 
 Processes 0 and 2 are one pipeline, 1 and 3 the other; 0 and 1 share the layers of the first stage, 2 and 3
 those of the second. Every process holds half of the heads of each attention and half of each MLP
 (Megatron-LM, arXiv 1909.08053, section 3): two sums over the shards per layer in F, two in B, none in W. The
-weights are random, so nothing is downloaded. More: docs/howto/tensor-parallel.md.
+weights are random, so nothing is downloaded. Gradients are clipped by the norm of the whole model's, and the
+checkpoint in FOLDER is that of the whole model. More: docs/howto/tensor-parallel.md.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -17,11 +19,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import all_reduce, wait_tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zbcompile
 
 STEPS, BATCH, MICROBATCHES, LENGTH, VOCABULARY, SHARDS = 4, 8, 4, 16, 64, 2
+MAX_NORM = 0.5
+CUT = {
+    **{f"*.{name}.weight": 0 for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")},
+    **{f"*.{name}.weight": 1 for name in ("o_proj", "down_proj")},
+}
+"""Weights of which a process holds some rows (0) or columns (1); all others are whole on every process."""
 
 
 class CopyToShards(torch.autograd.Function):
@@ -98,39 +107,41 @@ def batches() -> Iterator[dict[str, Tensor]]:
         yield {"input_ids": tokens, "labels": tokens}
 
 
-def two_by_two() -> tuple[ProcessGroup, ProcessGroup]:
-    """Return the pipeline that this process is a rank of, and the group of the shards of its stage."""
-    mesh = dist.init_device_mesh("cpu", (2, SHARDS), mesh_dim_names=("pp", "tp"))
-    return mesh.get_group("pp"), mesh.get_group("tp")
+def two_by_two() -> DeviceMesh:
+    """Return where all processes stand: ranks of a pipeline along pp, shards of its stages along tp."""
+    return dist.init_device_mesh("cpu", (2, SHARDS), mesh_dim_names=("pp", "tp"))
 
 
-def compile_together(line: ProcessGroup, shards: ProcessGroup) -> zbcompile.Pipeline:
+def compile_together(mesh: DeviceMesh) -> zbcompile.Pipeline:
     """Shard the model and compile it, on all processes at the same time."""
     return zbcompile.compile(
-        shard_llama(build_model(), shards),
+        shard_llama(build_model(), mesh.get_group("tp")),
         num_stages=2,
         example_kwargs=next(batches()),
         num_microbatches=MICROBATCHES,
         time_limit=2.0,
-        group=line,
-        plan_group=dist.group.WORLD,  # all members of a collective run one plan
+        mesh=mesh,
+        shards=CUT,
     )
 
 
-def train(pipeline: zbcompile.Pipeline) -> None:
-    """Train as always."""
+def train(pipeline: zbcompile.Pipeline, folder: str | None = None) -> None:
+    """Train as always, and save a checkpoint of the whole model."""
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
     for step, batch in enumerate(batches()):
         losses: list[Tensor] = []
         optimizer.zero_grad()
         pipeline.step(**batch, losses=losses, share_losses=True)
+        norm = pipeline.clip_grad_norm_(MAX_NORM)
         optimizer.step()
         if dist.get_rank() == 0:
-            print(f"step {step}: loss {torch.stack(losses).mean():.6f}")
+            print(f"step {step}: loss {torch.stack(losses).mean():.6f}, gradient norm {norm:.4f}")
+    if folder is not None:
+        pipeline.save(folder, optimizer)
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    with compile_together(*two_by_two()) as pipeline:
-        train(pipeline)
+    with compile_together(two_by_two()) as pipeline:
+        train(pipeline, *sys.argv[1:2])
     dist.destroy_process_group()

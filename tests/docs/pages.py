@@ -32,7 +32,11 @@ PAGES: Final[dict[str, tuple[str, ...]]] = {
         "test_both_variants_end_in_the_same_weights_and_their_lines_are_those_of_the_docs",
     ),
     "howto/data-parallel.md": ("../pipeline/test_mesh.py", "../pipeline/test_hybrid.py"),
-    "howto/tensor-parallel.md": ("../pipeline/test_peers.py", "../examples/test_tensor_parallel.py"),
+    "howto/tensor-parallel.md": (
+        "../pipeline/test_peers.py",
+        "../pipeline/test_shards.py",
+        "../examples/test_tensor_parallel.py",
+    ),
     "howto/export.md": ("blocks", "../pipeline/test_interop_torch.py"),
     "howto/meta.md": ("blocks",),
     "howto/questions.md": ("../test_questions.py", "blocks"),

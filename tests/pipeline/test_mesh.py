@@ -117,6 +117,8 @@ def test_several_steps_have_one_reduction(found: list[dict[str, Any]]) -> None:
 def test_what_replicas_cannot_share_is_refused_by_name(found: list[dict[str, Any]]) -> None:
     for rank, record in enumerate(found):
         assert "the replicas differ in the microbatches, in number or shape" in record["short"], rank
+        assert "ranks that train the same parameters have frozen different ones" in record["frozen"]
+        assert "given: frozen on rank 3" in record["frozen"]
         assert record["after"] == []
         assert "1.running_mean" in record["buffer"]
         assert "each replica would change it" in record["buffer"]

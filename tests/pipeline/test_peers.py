@@ -73,6 +73,8 @@ def test_what_would_hang_is_refused(found: list[dict[Any, Any]]) -> None:
         assert "collective with other ranks of its own pipeline" in seen["own ranks"]
         assert "a batch of another shape" in seen["other rows"]
         assert "replan() plans for one pipeline alone" in seen["replan"]
+        assert "exchanges data with the processes" in seen["norm"]
+        assert "scaler() decides for these ranks alone" in seen["scaler"]
 
 
 def test_a_fused_backward_waits_behind_the_weights_products() -> None:

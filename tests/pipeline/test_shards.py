@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_a_checkpoint_holds_the_whole_parameters_to_the_bit(
         assert record["by hand"] == []
 
 
-def test_what_is_not_finite_on_one_shard_is_seen_by_all(found: list[dict[str, Any]]) -> None:
+def test_what_is_not_finite_or_frozen_on_one_shard_is_seen_by_all(found: list[dict[str, Any]]) -> None:
     for record in found:
         for name in ("down.weight", "norm.weight"):
             assert str(record["nan", name]) == "nan"
@@ -111,6 +112,10 @@ def test_what_is_not_finite_on_one_shard_is_seen_by_all(found: list[dict[str, An
         assert record["skipped"]
         assert "norm.weight" in record["none"]
         assert "no gradient on rank 3" in record["none"]
+        assert record["frozen"].startswith("PipelineError: ranks that train the same parameters")
+        assert "1.down.weight" in record["frozen"]
+        assert "needed: frozen, as on rank 2; given: trained on rank 3" in record["frozen"]
+        assert 0 < record["after"] < math.inf
 
 
 def test_what_is_said_wrongly_or_not_at_all_is_refused_by_name(found: list[dict[str, Any]]) -> None:

@@ -205,6 +205,12 @@ def ways(rank: int) -> dict[str, Any]:
     pipeline.step(later[0], target=later[1])
     found["two steps"] = equal(grads(pipeline), reference(plain, (0, 1)))
 
+    last = list(pipeline.parameters())[-1]
+    last.requires_grad_(rank != 3)
+    pipeline.zero_grad()
+    found["frozen"] = refused(lambda: pipeline.step(x, target=y))
+    last.requires_grad_(True)
+
     # What is refused before the first message leaves the next step as it is.
     pipeline.zero_grad()
     short = (x[:6], y[:6]) if replica else (x, y)

@@ -211,6 +211,15 @@ def _not_finite(pipeline: zbcompile.Pipeline, mesh: DeviceMesh) -> dict[str, Any
     if list(mesh.get_coordinate()) == [1, 1]:
         next(p for n, p in pipeline.named_parameters() if n.endswith("norm.weight")).grad = None
     found["none"] = refused(pipeline.grad_norm)
+
+    # Frozen on one shard only: refused by all before the step, which then runs.
+    odd = next(p for n, p in pipeline.named_parameters() if n.endswith("down.weight"))
+    odd.requires_grad_(list(mesh.get_coordinate()) != [1, 0])
+    found["frozen"] = refused(lambda: pipeline.step(x, target=y))
+    odd.requires_grad_(True)
+    pipeline.zero_grad()
+    pipeline.step(x, target=y)
+    found["after"] = float(pipeline.grad_norm())
     return found
 
 

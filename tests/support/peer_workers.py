@@ -141,6 +141,7 @@ def two_by_two(rank: int) -> dict[str, Any]:
             rows = torch.cat([plain(xs) for xs in x.chunk(NUM_MICROBATCHES)])
             found["eval", kind] = rank < 2 if result is None else torch.equal(result, rows)
             found["replan"] = tried(pipeline.replan)
+            found["norm"], found["scaler"] = tried(pipeline.grad_norm), tried(pipeline.scaler)
             found["other rows"] = tried(lambda: pipeline.step(x[:8], target=y[:8]))  # noqa: B023
             pipeline.close()
     alone = model("tensor", shard, rank % 2)

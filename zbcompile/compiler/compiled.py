@@ -21,7 +21,7 @@ from zbcompile.compiler.checkpoint import own_names
 from zbcompile.compiler.evaluation import Evaluation
 from zbcompile.compiler.form_table import FormTable
 from zbcompile.compiler.forms import TrainingForm
-from zbcompile.compiler.job import check_replicas
+from zbcompile.compiler.job import check_frozen, check_replicas
 from zbcompile.compiler.kept_gradients import KeptGradients
 from zbcompile.compiler.load import join, join_metrics, join_results, losses_of, make_reader
 from zbcompile.compiler.lower import LoweredPlan
@@ -140,6 +140,9 @@ class CompiledPipeline:
         local = [stage.index for stage in self._own_stages(group)]
         first = group is None or group.pipeline_rank == 0
         return own_names(self.trained.state_dict(keep_vars=True), self.staged.stages, local, first)
+
+    def _own_parameters(self, group: PipelineGroup, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: state[name] for stage in self._own_stages(group) for name in stage.parameters}
 
     def refuse_outside(self, what: str) -> None:
         """Refuse a decision of all ranks where stages have peers beside them. Raises `UsageError`."""
@@ -272,6 +275,7 @@ class CompiledPipeline:
                 if self.group is not None:
                     self._check_replicas(self.group, state)
                     self._check_copies(self.group)
+                    check_frozen(self.group, self._own_parameters(self.group, state))
                     if waits or self._shards is not None:
                         # Nothing else makes the replicas meet before they have changed something.
                         self.group.barrier("the beginning of the step")

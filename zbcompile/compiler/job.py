@@ -57,7 +57,7 @@ def require_members(planners: PipelineGroup, place: Place) -> None:
 
 
 def check_places(group: PipelineGroup) -> None:
-    """Compare where all processes say that they stand; tell the group the pipelines of its replicas.
+    """Compare where all processes say that they stand; tell the group who else runs its stages.
 
     Raises
     ------
@@ -91,6 +91,7 @@ def check_places(group: PipelineGroup) -> None:
                 )
             )
     group.pipelines = [told[rank][0] for rank in group.replicas]
+    group.same_stages = [r for r, (p, _, _) in enumerate(told) if p.index(r) == group.pipeline_rank]
 
 
 def _apart(
@@ -137,3 +138,46 @@ def check_replicas(group: PipelineGroup, tensors: Mapping[str, Tensor]) -> None:
                     fix="build the model with the same seed on all of them, or load the same weights",
                 )
             )
+
+
+def check_frozen(group: PipelineGroup, parameters: Mapping[str, Tensor]) -> None:
+    """Compare which parameters are frozen with the other ranks that run the same stages.
+
+    Replicas hear the first of them, which does not wait. Where stages exchange data with each other all ranks
+    meet, because a rank that waits for data of another cannot be told that it has refused.
+
+    Raises
+    ------
+    UsageError
+        A replica differs; raised by it.
+    PipelineError
+        Ranks differ; raised by all.
+    """
+    bits = "".join("01"[tensor.requires_grad] for tensor in parameters.values())
+    first = group.same_stages[0]
+    if any(len(ranks) > 1 for _, ranks in group.others):
+        told = [json.loads(t) for t in group.gather(json.dumps([first, bits]), "what the step trains")]
+        odd = next((rank for rank, (f, trained) in enumerate(told) if trained != told[f][1]), None)
+        if odd is None:
+            return
+        first, theirs = told[odd][0], told[told[odd][0]][1]
+        place = next(k for k, (a, b) in enumerate(zip(told[odd][1], theirs, strict=True)) if a != b)
+        name = group.gather(list(parameters)[place] if group.rank == odd else "", "its name")[odd]
+        raise group.calls.common(PipelineError(**_frozen(name, odd, theirs[place] == "0", first)))
+    if len(group.same_stages) > 1:
+        theirs = group.announce_in(group.same_stages, bits if group.rank == first else None, "its training")
+        for name, a, b in zip(parameters, bits, theirs, strict=True):
+            if a != b:
+                raise UsageError(**_frozen(name, group.rank, b == "0", first))
+
+
+def _frozen(name: str, rank: int, is_frozen_there: bool, first: int) -> dict[str, str]:
+    """Return the words of a parameter that is frozen on one of two ranks."""
+    words = ("frozen", "trained") if is_frozen_there else ("trained", "frozen")
+    return {
+        "what": "ranks that train the same parameters have frozen different ones",
+        "where": name,
+        "needed": f"{words[0]}, as on rank {first}",
+        "given": f"{words[1]} on rank {rank}",
+        "fix": "call requires_grad_() on all replicas and shards alike",
+    }

@@ -67,6 +67,8 @@ class PipelineGroup:
         The replicas that share the weights of this rank's stages; it alone where each has them all.
     copies
         The replicas that have the same part of the weights as this rank; all of them where each has them all.
+    same_stages
+        All ranks that run the stages of this one: its replicas, and those along further dimensions.
     others
         Per further dimension of the mesh, its name and the processes along it, as in `Place`.
     name
@@ -97,6 +99,7 @@ class PipelineGroup:
         self.replicas = [self.members.index(member) for member in place.replicas]
         self.pipeline_rank, self.replica = self.pipeline.index(self.rank), self.replicas.index(self.rank)
         self.pipelines, self.others = [self.pipeline], place.others
+        self.same_stages = [self.rank]
         self.grid = [[self.members.index(member) for member in row] for row in place.grid]
         self.shards = next(row for row in self.grid if self.rank in row)
         self.copies = [row[self.shards.index(self.rank)] for row in self.grid]
@@ -244,12 +247,12 @@ class PipelineGroup:
         """Return the text of rank ``source`` on every rank. That rank does not wait for the others."""
         return self._meetings.announce(what, text, source)
 
-    def announce_in(self, pipeline: Sequence[int], text: str | None, what: str, source: int = 0) -> str:
-        """Return the text of a pipeline's rank ``source``, which waits for nobody.
+    def announce_in(self, ranks: Sequence[int], text: str | None, what: str, source: int = 0) -> str:
+        """Return the text of number ``source`` of some ranks, such as a pipeline's, which waits for nobody.
 
-        Ranks that name different pipelines here hear different texts.
+        Ranks that are in different such groups here hear different texts.
         """
-        return self._meetings.announce(what, text, pipeline[source], f"pipeline {pipeline[0]}")
+        return self._meetings.announce(what, text, ranks[source], f"from {ranks[0]}")
 
     def gather(self, text: str, what: str = "the exchange") -> list[str]:
         """Return every rank's text, by rank, on every rank."""
