@@ -80,3 +80,7 @@ def test_narrow_parameters_and_one_scaler_have_the_bits_of_one_process() -> None
             for key, tensor in part[name].items():
                 assert torch.equal(tensor, own[key].grad if name == "tied" else own[key]), (name, key)
     assert {t.dtype for part in there for t in part["tied"].values()} == {torch.float32}
+
+
+def test_a_group_is_left_at_once_by_ranks_that_are_faster_than_others() -> None:
+    assert spawn(life_workers.groups_left_at_once, 4, (60,), timeout_s=150) == [60] * 4

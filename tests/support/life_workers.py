@@ -6,6 +6,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 import zbcompile
 from zbcompile.errors import PipelineError, UsageError
+from zbcompile.runtime.connections import leave_group
+from zbcompile.runtime.torch_private import new_group
 from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
 
 MSE = nn.functional.mse_loss
@@ -261,3 +264,10 @@ def mixed(rank: int) -> dict[str, Any]:
             pipeline.clip_grad_norm_(1.0)
     pipeline.close()
     return result
+
+
+def groups_left_at_once(rank: int, count: int) -> int:
+    """Make groups and leave each as soon as this rank's call has returned; return how many were made."""
+    for k in range(count):
+        leave_group(new_group(f"left {k}", [0, 1, 2, 3], timedelta(seconds=5), "gloo"))
+    return count

@@ -43,6 +43,9 @@ def new_group(name: str, ranks: list[int], timeout: timedelta, backend: str) -> 
     torch would name it by its members and by how many groups the process has. Such a name comes back when a
     group was destroyed, and differs between ranks that belong to different numbers of groups; in both cases
     the ranks never meet.
+
+    gloo's call returns on a rank as soon as this rank is connected. If it then left the group, or its process
+    ended, a slower rank would find its connection closed. So the ranks of a gloo group wait for each other.
     """
     module = dist.distributed_c10d
     given = module._process_group_name
@@ -51,6 +54,8 @@ def new_group(name: str, ranks: list[int], timeout: timedelta, backend: str) -> 
         group = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
     finally:
         module._process_group_name = given
+    if backend == "gloo":
+        dist.barrier(group)
     return cast(ProcessGroup, group)
 
 
