@@ -6,7 +6,8 @@
 #   make kill KILL_POINTS=1 KILL_SEED=7   one kill point again (without: 100, from seed 0)
 #   make fuzz N=10000          random command lines, files and shells; FIRST=123 N=1 runs one seed
 #   make prove N=2000          the last-round-trip bound against the exact model; FIRST=123 N=1 shows one problem
-#                              PROVE="--plans --seconds 10": plans under all send modes, and how many are proved
+#                              PROVE="--plans --seconds 10": plans under all send modes, and how many are proved;
+#                              PROVE=--everything: problems of every kind, and which claims of a plan do not hold
 #   make release-check         builds wheel and sdist, installs and uses them on Python 3.11, 3.12, 3.13 (PYTHONS=...)
 #   make gpu-check             what a GPU makes of it, in at most five minutes; report in gpu-check.json. Needs a Python
 #                              with torch and nothing else; DEVICE=cpu runs it without a GPU, GPU_PYTHON=... with another
