@@ -22,6 +22,9 @@ _HOLDING_TRIES = 12
 HOPELESS = 1.05
 """Orders longer than the best by this factor are not improved, but three are always."""
 
+_DISPATCHED_ONE_OF = 4
+"""Of how many recipes of keyed dispatch one is tried under little memory."""
+
 _WIDE = 12
 """Times as many orders are worth improving under little memory (`Run.is_tight`)."""
 
@@ -83,6 +86,10 @@ class Effort:
             12 if actions < 6000 else 5,
             max(200, min(1500, 400_000 // actions)) * level * (4 if holding and several else 1),
         )
+
+    def for_little_memory(self) -> Effort:
+        """Return counts that leave more time for annealing, to which shorter first orders mean little."""
+        return replace(self, dispatches=self.dispatches // _DISPATCHED_ONE_OF)
 
     @staticmethod
     def quick(problem: Problem) -> Effort:
@@ -209,6 +216,8 @@ class Run:
         self.level = level_of(level, time_limit_s)
         self.nominal_s = time_limit_s if level is None else min(time_limit_s, 10.0 * level)
         self.effort = effort or Effort.of(problem, self.level)
+        if effort is None and self.is_tight:
+            self.effort = self.effort.for_little_memory()
         self.depth: int = 0 if inside is None else inside.depth + 1
         self.inside, self.reserve_s, self.inner_cpu_s = inside, 0.0, 0.0
         self.folded: list[Order] = []

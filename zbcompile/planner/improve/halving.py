@@ -1,4 +1,4 @@
-"""Annealing by halving: all orders of the pool, then the better third with three times the tries.
+"""Annealing by halving: all orders of the pool, then the better part of them with more tries each.
 
 Everything is counted in tries, so that a seed decides the result; the time limit only cuts it off. Where the
 time limit alone says how much to search, and time is left, the best orders are annealed again and again.
@@ -29,11 +29,20 @@ _CHAIN_HEATS = (4e-4, 3e-3, 1e-3, 1.5e-4)
 """First temperatures to take in turn, as shares of the value; a chain's values lie further apart. Under
 little memory the first one only."""
 
-_ROUNDS = 4
-"""Rounds of halving: the last has 27 times the tries of the first."""
+_Rounds = tuple[tuple[int, int], ...]
+"""Of every round but the first: one of how many orders goes on, with how many times the tries."""
+
+_THIRDS: _Rounds = ((3, 3),) * 3
+"""The last of four rounds has 27 times the tries of the first."""
+
+_SIEVE: _Rounds = ((4, 4), (3, 3), (4, 6))
+"""Under little memory: a short first look at many orders, and most tries for the last two."""
 
 _APART = 1_000_003
 """Between the random choices of one turn and those of the next."""
+
+_LONGER = 4.0
+"""Most by which a round is made longer than its counts say."""
 
 _AGAIN = 4
 """Orders that are annealed again every other time."""
@@ -43,7 +52,7 @@ _AGAIN = 4
 class Fold:
     """Anneals the orders with a periodic middle without its repetitions."""
 
-    rounds: int = _ROUNDS
+    rounds: int = 4
     name: str = "fold"
 
     def applies(self, run: Run) -> bool:
@@ -60,7 +69,7 @@ class Fold:
                 folded = fold(run.instance, order.codes, run.scorer)
             if folded is not None:
                 starts.append(_Annealed(folded, order))
-        for found in _halve(run, starts, run.effort.anneal, self.rounds):
+        for found in _halve(run, starts, run.effort.anneal, _THIRDS[: self.rounds - 1]):
             order = found.order.then(self.name, found.folded.unfold(), found.score)
             yield replace(order, folded=found.folded)
 
@@ -114,7 +123,7 @@ class AnnealOn:
             if turn % 2 and first:
                 ladder = _ladder(run, first, used)
             else:
-                ladder = _halve(run, _whole(run, best), 9 * run.effort.anneal, 2, used)
+                ladder = _halve(run, _whole(run, best), 9 * run.effort.anneal, _THIRDS[:1], used)
             found = []
             for one in ladder:
                 found.append(one.order.then(self.name, one.folded.codes, one.score))
@@ -138,12 +147,15 @@ def _whole(run: Run, orders: list[Order]) -> list[_Annealed]:
 
 def _ladder(run: Run, orders: list[Order], used: int = 0) -> Iterator[_Annealed]:
     """Anneal whole orders by halving; yield all that is found."""
-    tries = run.effort.anneal * 3 // 2 if run.is_tight else run.effort.anneal
-    return _halve(run, _whole(run, orders), tries, _ROUNDS, used)
+    if run.is_tight:
+        return _halve(run, _whole(run, orders), run.effort.anneal * 3 // 4, _SIEVE, used)
+    return _halve(run, _whole(run, orders), run.effort.anneal, _THIRDS, used)
 
 
-def _halve(run: Run, starts: list[_Annealed], tries: int, rounds: int, used: int = 0) -> Iterator[_Annealed]:
-    """Anneal all; the better third goes on with three times the tries. Yield all that is found.
+def _halve(
+    run: Run, starts: list[_Annealed], tries: int, rounds: _Rounds, used: int = 0
+) -> Iterator[_Annealed]:
+    """Anneal all; the better part goes on with more tries each, round by round. Yield all that is found.
 
     Of a few the best two go on.
 
@@ -153,16 +165,18 @@ def _halve(run: Run, starts: list[_Annealed], tries: int, rounds: int, used: int
         The run.
     starts
         The orders to begin with.
-    tries, rounds
-        Tries per order in the first round, and how many rounds there are.
+    tries
+        Tries per order in the first round.
+    rounds
+        The further rounds.
     used
         How many orders were annealed before: it decides the random choices.
     """
     pace = _Pace(run)
-    for left in range(rounds, 0, -1):
+    for number in range(len(rounds) + 1):
         if not starts or run.done or run.seconds_left <= run.reserve_s:
             return
-        tries = max(1, int(tries * pace.share(len(starts) * tries * left)))
+        tries = max(1, int(tries * pace.share(_planned(len(starts), tries, rounds[number:]))))
         found: list[tuple[Score, _Annealed]] = []
         for annealed in _round(run, starts, tries, used):
             score = run.scorer.score(annealed.folded.unfold())
@@ -173,28 +187,47 @@ def _halve(run: Run, starts: list[_Annealed], tries: int, rounds: int, used: int
                 return
         pace.done += len(starts) * tries
         used += len(starts)
-        tries *= 3
         found.sort(key=lambda entry: entry[0])
         kept = [one for k, (score, one) in enumerate(found) if k == 0 or score != found[k - 1][0]]
-        starts = kept[: len(starts) // 3] if len(starts) >= 6 else (kept * 2)[:2]
+        if number < len(rounds):
+            one_of, times = rounds[number]
+            count = _next_count(len(starts), one_of)
+            starts = kept[:count] if len(starts) >= 2 * one_of else (kept * 2)[:count]
+            tries *= times
+
+
+def _next_count(count: int, one_of: int) -> int:
+    """Return how many of so many orders go on: one of so many, but two."""
+    return max(2, count // one_of)
+
+
+def _planned(count: int, tries: int, rounds: _Rounds) -> int:
+    """Return the tries of a round and of those that follow."""
+    total = count * tries
+    for one_of, times in rounds:
+        count, tries = _next_count(count, one_of), tries * times
+        total += count * tries
+    return total
 
 
 class _Pace:
     """How many tries the time allows, so that annealing cools down before it is over.
 
-    It changes nothing where the counts end before the time does.
+    It changes nothing where the counts end before the time does, unless memory is little and the time alone
+    says how much to search: further rounds are then made longer until they fill it.
     """
 
     def __init__(self, run: Run) -> None:
         self.run, self.done = run, 0
         self.began = time.monotonic() - compile_seconds()
+        self.most = _LONGER if run.is_tight and run.options.level is None else 1.0
 
     def share(self, tries: int) -> float:
-        """Return which share of so many tries there is time for, at the pace until now; at most 1."""
+        """Return which share of so many tries there is time for, at the pace until now; at most `most`."""
         took = time.monotonic() - compile_seconds() - self.began
         if not self.done or took <= 0:
             return 1.0
-        return min(1.0, (self.run.seconds_left - self.run.reserve_s) * self.done / took / tries)
+        return min(self.most, (self.run.seconds_left - self.run.reserve_s) * self.done / took / tries)
 
 
 def _round(run: Run, starts: list[_Annealed], tries: int, used: int) -> Iterator[_Annealed]:
