@@ -216,14 +216,14 @@ class Run:
         self.level = level_of(level, time_limit_s)
         self.nominal_s = time_limit_s if level is None else min(time_limit_s, 10.0 * level)
         self.effort = effort or Effort.of(problem, self.level)
-        if effort is None and self.is_tight:
-            self.effort = self.effort.for_little_memory()
         self.depth: int = 0 if inside is None else inside.depth + 1
         self.inside, self.reserve_s, self.inner_cpu_s = inside, 0.0, 0.0
         self.folded: list[Order] = []
         self.read: set[str] = set()
         self.pool_changes: int = 0
         self._pool: list[Order] | None = None
+        if effort is None and self.sieves:
+            self.effort = self.effort.for_little_memory()
 
     @property
     def seed(self) -> int:
@@ -322,6 +322,16 @@ class Run:
         return self.several and all(
             room < half * size for room, size in zip(instance.headroom, saved, strict=True)
         )
+
+    @property
+    def sieves(self) -> bool:
+        """Whether a short look at many orders decides which are annealed: under little memory.
+
+        Not where microbatches are many, since repetitions are then taken out or put in, nor in a part of
+        another run, which may put them into what is found.
+        """
+        few = self.instance.num_microbatches <= 4 * self.instance.num_ranks
+        return self.is_tight and few and self.inside is None
 
     def promising(self, *, wide: bool = False) -> list[Order]:
         """Return the orders of the pool that are worth improving: as many as the effort allows.

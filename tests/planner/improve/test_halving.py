@@ -96,3 +96,13 @@ def test_little_memory_tries_fewer_recipes_of_dispatch() -> None:
     )
     assert 0 < few.dispatches == all_of_them.dispatches // 4
     assert few.anneal == all_of_them.anneal
+
+
+def test_a_part_of_another_run_and_many_microbatches_do_not_sieve() -> None:
+    run = run_of(TIGHT)
+    assert run.sieves
+    assert not run.inner(run.problem, 1.0).sieves
+    profile = Profile.uniform(StageCost.simple(2, 2, 1, 2, 1), 8)
+    many = Run(Problem.of(profile, Placement.v(4), 17, 2 * TIGHT), time_limit_s=10)
+    assert many.is_tight
+    assert not many.sieves

@@ -36,7 +36,7 @@ _THIRDS: _Rounds = ((3, 3),) * 3
 """The last of four rounds has 27 times the tries of the first."""
 
 _SIEVE: _Rounds = ((4, 4), (3, 3), (4, 6))
-"""Under little memory: a short first look at many orders, and most tries for the last two."""
+"""Where a run `sieves`: a short first look at many orders, and most tries for the last two."""
 
 _APART = 1_000_003
 """Between the random choices of one turn and those of the next."""
@@ -147,9 +147,10 @@ def _whole(run: Run, orders: list[Order]) -> list[_Annealed]:
 
 def _ladder(run: Run, orders: list[Order], used: int = 0) -> Iterator[_Annealed]:
     """Anneal whole orders by halving; yield all that is found."""
-    if run.is_tight:
+    if run.sieves:
         return _halve(run, _whole(run, orders), run.effort.anneal * 3 // 4, _SIEVE, used)
-    return _halve(run, _whole(run, orders), run.effort.anneal, _THIRDS, used)
+    tries = run.effort.anneal * 3 // 2 if run.is_tight else run.effort.anneal
+    return _halve(run, _whole(run, orders), tries, _THIRDS, used)
 
 
 def _halve(
@@ -220,7 +221,7 @@ class _Pace:
     def __init__(self, run: Run) -> None:
         self.run, self.done = run, 0
         self.began = time.monotonic() - compile_seconds()
-        self.most = _LONGER if run.is_tight and run.options.level is None else 1.0
+        self.most = _LONGER if run.sieves and run.options.level is None else 1.0
 
     def share(self, tries: int) -> float:
         """Return which share of so many tries there is time for, at the pace until now; at most `most`."""
