@@ -29,7 +29,7 @@ from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import Device
 from zbcompile.schedule.ir import Placement, Schedule
 from zbcompile.schedule.microbatches import MicrobatchCost
-from zbcompile.schedule.problem import ACCUMULATE, TRANSPORTS
+from zbcompile.schedule.problem import ACCUMULATE, OBJECTIVES, TRANSPORTS
 from zbcompile.schedule.solution import Solution
 from zbcompile.schedule.speeds import speeds_of
 
@@ -56,7 +56,7 @@ def compile(
     microbatch_costs: Sequence[float | MicrobatchCost | tuple[float, float]] | None = None,
     memory_limit: int | Sequence[int | None] | None = None,
     placement: str | Placement | Sequence[int] = "auto",
-    objective: str = "span",
+    objective: str | None = None,
     transport: str | None = None,
     profile: Profile | Device | str | os.PathLike[str] | None = None,
     schedule: Schedule | Solution | str | os.PathLike[str] | None = None,
@@ -84,7 +84,7 @@ def compile(
     free_model: bool = False,
     gradient_dtype: torch.dtype | None = None,
     accumulate: str | None = None,
-    kept_gradients: bool = False,
+    kept_gradients: bool | None = None,
     post_validation: bool = False,
     cache: str | os.PathLike[str] | None = None,
     cuts: str | None = None,
@@ -125,7 +125,8 @@ def compile(
     placement
         ``auto``, ``linear``, ``looped``, ``v``, a `Placement`, or the rank of each stage.
     objective
-        ``span`` (steps follow each other without a meeting) or ``makespan`` (all ranks meet).
+        ``span`` (steps follow each other without a meeting) or ``makespan`` (all ranks meet). Default: that
+        of the plan that was given, else ``span``.
     transport
         Send mode that is planned for: ``async``, ``rendezvous`` or ``batched``, defined in
         docs/reference/send-modes.md. Default: that of the plan that was given, else ``async``.
@@ -220,7 +221,8 @@ def compile(
     kept_gradients
         Whether steps begin with gradients of earlier steps in ``param.grad`` (several steps to one of the
         optimizer): the plan counts a second set of gradients. Without it, such a step under a
-        ``memory_limit`` that leaves no room for them warns.
+        ``memory_limit`` that leaves no room for them warns. Default: as the plan that was given says, else
+        False.
     post_validation
         Whether `Pipeline.optimizer_step` steps without a barrier, and undoes the step where the norm of all
         gradients, known later, asks for clipping or for none: the plan counts a copy of the weights and of
@@ -270,7 +272,7 @@ def compile(
         microbatch_costs=costs,
         memory_limit=limits_of(memory_limit),
         placement=placement_of(placement),
-        objective=objective,
+        objective=(known.objective if known else OBJECTIVES[0]) if objective is None else objective,
         transport=(known.transport if known else TRANSPORTS[0]) if transport is None else transport,
         profile=saved.problem.profile if saved is not None and profile is None else profile_of(profile),
         schedule=order,
@@ -298,7 +300,9 @@ def compile(
         free_model=free_model,
         gradient_dtype=gradient_dtype,
         accumulate=(known.accumulate if known else ACCUMULATE[0]) if accumulate is None else accumulate,
-        kept_gradients=kept_gradients,
+        kept_gradients=(known is not None and known.kept_gradients)
+        if kept_gradients is None
+        else kept_gradients,
         post_validation=post_validation,
         cache=None if cache is None else os.path.abspath(cache),
         skip=skipped_from_environment(),

@@ -61,3 +61,26 @@ def test_a_cap_below_one_microbatch_is_a_row_and_a_slip_is_an_error(
     ):
         assert main(["sweep", PROFILE, *wrong]) == 2
         assert words in capsys.readouterr().err
+
+
+def test_a_reason_that_combinations_share_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["sweep", "--f", "1ms", "--b", "1ms", "--w", "1ms", "--ranks", "2", "4"]
+    asked += [
+        "--placement",
+        "linear",
+        "v",
+        "--stages-per-rank",
+        "1",
+        "2",
+        "--microbatches",
+        "4",
+        "8",
+        "--time-limit",
+        ".2",
+    ]
+    assert main(asked) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("no plan")]
+    assert notes == [
+        "no plan for 4 of the combinations (2 linear 2 4, 2 linear 2 8, ...): linear with 2 stages per rank",
+        "no plan for 4 of the combinations (2 v 1 4, 2 v 1 8, ...): v with 1 stages per rank",
+    ]

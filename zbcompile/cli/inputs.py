@@ -60,6 +60,9 @@ _UNITS = {
 _CHANGED = ("cap", "transport", "accumulate", "kept_gradients")
 """Options of commands that read a schedule which change its problem."""
 
+_ASKED = ("objective", "transport", "accumulate", "kept_gradients")
+"""What a problem asks for beside costs and limits."""
+
 _TIMES = {"ns": 1, "us": 10**3, "µs": 10**3, "ms": 10**6, "s": 10**9}
 _NUMBER = re.compile(r"((?:[0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})(?:[eE][0-9]{1,2})?)\s*([^\W\d]*%?)")
 
@@ -403,13 +406,18 @@ def load_scheduled(arguments: argparse.Namespace, text: str | None = None) -> Sc
 def _attached(file: ScheduleFile, profile: ProfileFile) -> ScheduleFile:
     """Return an order under a profile: the order's placement and number of microbatches win.
 
-    Where the profile offers variants, those that the file names are chosen, else the stages themselves.
+    The objective, the send mode and the way gradients are summed are the profile's where it states them, else
+    those of the problem that the order was planned for. Caps are the profile's or none: bytes of other costs
+    say nothing. Where the profile offers variants, those that the file names are chosen, else the stages
+    themselves.
     """
     schedule, variants, offered = file.schedule, file.variants, None
     problem_json.check_amount(profile.profile, schedule.num_microbatches, "--profile")
-    problem = replace(profile, placement=None, num_microbatches=None).problem(
-        placement=schedule.placement, num_microbatches=schedule.num_microbatches
-    )
+    stated = replace(profile, placement=None, num_microbatches=None)
+    if file.problem is not None:
+        asked = {name: getattr(file.problem, name) for name in _ASKED if getattr(profile, name) is None}
+        stated = replace(stated, **asked)
+    problem = stated.problem(placement=schedule.placement, num_microbatches=schedule.num_microbatches)
     if profile.profile.offers_variants:
         offered, variants = profile.profile, variants or (0,) * problem.num_stages
         problem = problem.with_(profile=offered.choose(variants))

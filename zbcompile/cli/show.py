@@ -18,7 +18,7 @@ from zbcompile.formats.streams import say, write_output
 from zbcompile.show.export import export
 from zbcompile.show.page import Shown, page
 from zbcompile.show.summary import Summary, measured_to_json, remarks, summarize, to_json
-from zbcompile.show.timeline import Picture, View
+from zbcompile.show.timeline import Picture, View, least_columns
 
 __all__ = ["add_options", "run"]
 
@@ -75,7 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
         outputs.append(Output.to("-"))
     check_distinct(outputs)
     _check_used(arguments, on_screen)
-    summary = summarize(load_scheduled(arguments))
+    file = load_scheduled(arguments)
+    _check_width(arguments.width, file.schedule.num_ranks)
+    summary = summarize(file)
     for remark in remarks(summary):
         say(f"note: {remark}; `zbcompile check` says where")
     measured = None if arguments.measured is None else _measured(arguments.measured, summary)
@@ -109,6 +111,18 @@ def _check_used(arguments: argparse.Namespace, on_screen: bool) -> None:
                 f"--{option} is of pictures on the terminal and of --svg",
                 fix="leave it out, or ask for the picture, too",
             )
+
+
+def _check_width(width: int | None, num_ranks: int) -> None:
+    """Refuse a width that no lane fits; a terminal that is as narrow gets broken lines."""
+    least = least_columns(num_ranks)
+    if width is not None and width < least:
+        raise UsageError(
+            "--width is too narrow for a picture",
+            needed=f"at least {least} columns",
+            given=width,
+            fix="leave it out for the terminal's width",
+        )
 
 
 def _shown(arguments: argparse.Namespace, summary: Summary, measured: Measured | None) -> list[Shown]:

@@ -6,7 +6,7 @@ They are written as JSON, and read as JSON or TOML: the fields are the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbcompile.formats.fields import at, guarded, parse_json
 from zbcompile.formats.problem_json import (
@@ -51,8 +51,8 @@ class ProfileFile:
     caps: tuple[int | None, ...] = ()
     objective: str | None = None
     transport: str | None = None
-    accumulate: str = ACCUMULATE[0]
-    kept_gradients: bool = False
+    accumulate: str | None = None
+    kept_gradients: bool | None = None
     microbatch_costs: tuple[MicrobatchCost, ...] = ()
 
     def problem(
@@ -90,8 +90,8 @@ class ProfileFile:
             limits,
             objective or self.objective or OBJECTIVES[0],
             transport or self.transport or TRANSPORTS[0],
-            accumulate=accumulate or self.accumulate,
-            kept_gradients=self.kept_gradients if kept_gradients is None else kept_gradients,
+            accumulate=accumulate or self.accumulate or ACCUMULATE[0],
+            kept_gradients=bool(self.kept_gradients if kept_gradients is None else kept_gradients),
             microbatch_costs=costs,
         )
 
@@ -123,8 +123,8 @@ FILE = Document(
             CAPS,
             OBJECTIVE,
             TRANSPORT,
-            ACCUMULATION,
-            KEPT_GRADIENTS,
+            replace(ACCUMULATION, default=None),
+            replace(KEPT_GRADIENTS, default=None),
             MICROBATCH_COSTS,
             Part("profile", PROFILE),
         ),

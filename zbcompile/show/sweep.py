@@ -21,6 +21,9 @@ __all__ = ["sweep_csv", "sweep_json", "sweep_plot", "sweep_svg", "sweep_table"]
 _COLUMNS, _LINES = 56, 14
 """Size of the plot in the terminal."""
 
+_NAMED = 2
+"""Combinations without a plan that are named beside a reason that they share."""
+
 _WIDE, _HIGH, _EDGE = 640, 400, 70
 """Size of the SVG in pixels, and of the edge that holds the axes' words."""
 
@@ -33,11 +36,11 @@ def sweep_table(rows: Sequence[Swept]) -> Group:
         table.add_column(name, no_wrap=True)
     for name in ("step", "per microbatch", "gap", "peak"):
         table.add_column(name, justify="right", no_wrap=True)
-    refused = []
+    refused: dict[str, list[str]] = {}
     for place, row in enumerate(rows):
         words = [printable(word) for word in row.words.values()]
         if row.value_ns is None or row.bound_ns is None or row.peak_bytes is None:
-            refused.append(f"{' '.join(words)}: {row.refusal}")
+            refused.setdefault(row.refusal, []).append(" ".join(words))
             table.add_row("", *words, "no", "", "", "", style=Style(dim=True))
             continue
         times = (unit.number(row.value_ns), unit.number(round(row.each_ns or 0)))
@@ -51,10 +54,18 @@ def sweep_table(rows: Sequence[Swept]) -> Group:
         )
     note = f"times in {unit.name}; peak of the fullest rank; * nothing here is shorter and holds less"
     parts: list[Text | Table] = [table, Text(), Text(note, style="dim")]
-    parts += [Text(f"no plan: {line}", style="dim") for line in refused]
+    parts += [Text(_refusal(why, where), style="dim") for why, where in refused.items()]
     if len(front) > 1:
         parts += [Text(), Text(sweep_plot(rows))]
     return Group(*parts)
+
+
+def _refusal(why: str, where: Sequence[str]) -> str:
+    """Say once why some combinations have no plan, how many they are, and the first of them."""
+    if len(where) == 1:
+        return f"no plan: {where[0]}: {why}"
+    named = ", ".join(where[:_NAMED]) + ", ..." * (len(where) > _NAMED)
+    return f"no plan for {len(where)} of the combinations ({named}): {why}"
 
 
 def _unit(rows: Sequence[Swept]) -> TimeUnit:

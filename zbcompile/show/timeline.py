@@ -30,11 +30,11 @@ from zbcompile.show.scale import Scale
 from zbcompile.show.summary import Summary, kind_means
 from zbcompile.show.units import format_bytes, time_unit
 
-__all__ = ["Picture", "View"]
+__all__ = ["Picture", "View", "least_columns"]
 
 _DIM = Style(dim=True)
 _BOLD = Style(bold=True)
-_LEAST_COLUMNS = 12
+_LEAST_COLUMNS, _NARROWEST = 12, 20
 _OTHER_LINES = 5
 """Names of the parts, axis, path, and two empty lines."""
 _MEASURED_LINES = 6
@@ -108,6 +108,15 @@ def _holder(timeline: Timeline) -> str:
     return "an exchange" if timeline.problem.sends.joins_exchange else "a send"
 
 
+def least_columns(num_ranks: int) -> int:
+    """Return the least width at which no line of a picture has to be broken: a rank's name and its lane."""
+    return max(_NARROWEST, _name_columns(num_ranks) + _LEAST_COLUMNS)
+
+
+def _name_columns(num_ranks: int) -> int:
+    return len(f"rank {num_ranks - 1} ")
+
+
 class _Drawing:
     """One picture at one width."""
 
@@ -118,7 +127,7 @@ class _Drawing:
         self.path = picture.path
         self.once = [once_times(self.timeline, r) for r in range(self.timeline.schedule.num_ranks)]
         ranks = self.timeline.schedule.num_ranks
-        self.left = len(f"rank {ranks - 1} ")
+        self.left = _name_columns(ranks)
         self.notes = Notes.of(self.summary)
         room = width - self.left
         self.right = self.notes.width if room - self.notes.width >= 3 * _LEAST_COLUMNS else 0
