@@ -38,7 +38,7 @@ from zbcompile.planner.starts.fused_patterns import FusedPattern, window_choices
 from zbcompile.planner.starts.initial import Classic, one_at_a_time
 from zbcompile.schedule.check import check, faults
 from zbcompile.schedule.costs import Link, Profile, StageCost
-from zbcompile.schedule.ir import Kind
+from zbcompile.schedule.ir import Kind, Placement
 from zbcompile.schedule.problem import TRANSPORTS, Problem
 from zbcompile.schedule.simulate import simulate
 
@@ -181,6 +181,27 @@ def test_plan_obeys_fuse_never_and_always() -> None:
         kinds[fuse] = {a.kind for row in solution.schedule.order for a in row}
     assert Kind.FULL_BACKWARD not in kinds["never"]
     assert kinds["always"] == {Kind.FORWARD, Kind.FULL_BACKWARD}
+
+
+@pytest.mark.parametrize(
+    ("transport", "part", "lineage"),
+    [
+        ("rendezvous", "classic", "classic interleaved 1F1B, all split"),
+        ("batched", "one_at_a_time", "one_at_a_time, all split"),
+    ],
+)
+def test_first_orders_are_tried_all_split_where_sends_hold_their_rank(
+    transport: str, part: str, lineage: str
+) -> None:
+    """Each of them fuses, and is longer as it is than with all of it split."""
+    stage, placement = StageCost(30, 30, 20, 49, 2, 1), Placement.looped(2)
+    problem = Problem.of(Profile.uniform(stage, 4, 0), placement, 4, None, "span", transport)
+    found = {
+        fuse: plan(problem, fuse=fuse, level=1, time_limit_s=60, without={*NAMES} - {part}).certificate
+        for fuse in Fusing
+    }
+    assert found[Fusing.AUTO].value_ns == found[Fusing.NEVER].value_ns < found[Fusing.ALWAYS].value_ns
+    assert found[Fusing.AUTO].lineage == (lineage,)
 
 
 @given(st.data())

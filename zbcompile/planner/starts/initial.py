@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from zbcompile.planner.bounds.warmup import warmup_forwards
-from zbcompile.planner.core.instance import BW, B, Codes, F, Fusing, Instance, W, is_chain
+from zbcompile.planner.core.instance import BW, B, Codes, F, Fusing, Instance, W, is_chain, shaped
 from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.run import Run
@@ -58,7 +58,7 @@ class Classic:
     def propose(self, run: Run) -> Iterator[Order]:
         """Yield them until one is proved the best, or there is one and the time is over."""
         for name, codes in classic.orders_for(run.problem):
-            yield Order(codes, (f"{self.name} {name}",))
+            yield from _also_all_split(run, codes, f"{self.name} {name}")
             if run.done or (run.actions > _LONG and run.value is not None):
                 return
 
@@ -77,7 +77,16 @@ class OneAtATime:
     def propose(self, run: Run) -> Iterator[Order]:
         """Yield the order."""
         fusing = run.options.fusing is not Fusing.NEVER
-        yield Order(one_at_a_time(run.instance, fusing=fusing), (self.name,))
+        yield from _also_all_split(run, one_at_a_time(run.instance, fusing=fusing), self.name)
+
+
+def _also_all_split(run: Run, codes: Codes, name: str) -> Iterator[Order]:
+    """Yield an order, and where sends hold up their rank, so that splits decide much, all of it split."""
+    yield Order(codes, (name,))
+    if run.holds_rank and run.options.fusing is Fusing.AUTO:
+        split = shaped(codes, Fusing.NEVER)
+        if split != codes:
+            yield Order(split, (f"{name}, all split",))
 
 
 @dataclass(frozen=True, slots=True)
