@@ -241,28 +241,20 @@ def _annealed(search: _Search, pool: list[_Found], level: int, seed: int, withou
     def stop() -> bool:
         return search.seconds_left <= 0
 
-    def permuted(found: _Found, number: int, heat: float) -> _Found:
-        if PERMUTE in without or m < 2:
+    def annealed(found: _Found, number: int, heat: float, *, permutes: bool) -> _Found:
+        name = PERMUTE if permutes else "anneal"
+        if name in without or (permutes and m < 2):
             return found
-        order, value = annealer.permute(
-            found.codes, found.order, turns, seed=seed * 1000 + number, heat=heat,
-            goal=search.bound.value_ns, stop=stop,
+        codes, order, value = annealer.run(
+            found.codes, found.order, turns if permutes else moves, permutes=permutes,
+            seed=seed * 1000 + number, heat=heat, goal=search.bound.value_ns, stop=stop,
         )  # fmt: skip
-        return _Found(value, found.codes, order, extended(found.lineage, PERMUTE))
-
-    def moved(found: _Found, number: int) -> _Found:
-        if "anneal" in without:
-            return found
-        codes, value = annealer.anneal(
-            found.codes, found.order, moves, seed=seed * 1000 + number, heat=_LATER_HEAT,
-            goal=search.bound.value_ns, stop=stop,
-        )  # fmt: skip
-        return _Found(value, codes, found.order, extended(found.lineage, "anneal"))
+        return _Found(value, codes, order, extended(found.lineage, name))
 
     for k in range(len(pool)):
         if search.over():
             return
-        pool[k] = permuted(pool[k], k + 1, _HEAT)
+        pool[k] = annealed(pool[k], k + 1, _HEAT, permutes=True)
         search.offer(pool[k])
     pool = sorted(pool, key=lambda found: found.value)[:_KEPT]
     for turn in range(_ROUNDS):
@@ -270,10 +262,9 @@ def _annealed(search: _Search, pool: list[_Found], level: int, seed: int, withou
             if search.over():
                 return
             number = 10 * (turn + 1) + 2 * k
-            pool[k] = moved(pool[k], number)
-            search.offer(pool[k])
-            pool[k] = permuted(pool[k], number + 1, _LATER_HEAT)
-            search.offer(pool[k])
+            for permutes in (False, True):
+                pool[k] = annealed(pool[k], number + permutes, _LATER_HEAT, permutes=permutes)
+                search.offer(pool[k])
 
 
 _STEPS = 30_000

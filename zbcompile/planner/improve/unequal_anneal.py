@@ -1,21 +1,177 @@
-"""Annealing where microbatches differ in cost: of the permutation, and of the order of the actions."""
+"""Annealing where microbatches differ in cost: of their permutation, or of the order of the actions.
+
+Both are one search over a row of numbers: take an element to another place, once or twice, and keep the
+change or drop it by the true times and bytes. The kernels are plain loops over flat arrays that numba compiles
+where it is installed (`zbcompile.planner.core.unequal`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from zbcompile.planner.core.compiled import vector
+from zbcompile.planner.core.compiled import Vector, jit, vector
 from zbcompile.planner.core.instance import Codes
 from zbcompile.planner.core.tables import EXPONENTIAL, pack, unpack
-from zbcompile.planner.core.unequal import UnequalScorer
+from zbcompile.planner.core.unequal import UnequalScorer, evaluate_unequal, stays_legal_unequal
 from zbcompile.planner.improve.anneal import JUMPS
-from zbcompile.planner.improve.permute import move_actions, permute
 from zbcompile.schedule.problem import Problem
 
 __all__ = ["UnequalAnnealer"]
 
 _CHUNK = 300_000
 """Actions that are timed between two questions whether to stop."""
+
+
+@jit
+def _bits(state: Vector) -> int:
+    """Return the next number of a 32-bit xorshift sequence; the state is the first element."""
+    x: int = state[0]
+    x ^= (x << 13) & 0xFFFFFFFF
+    x ^= x >> 17
+    x ^= (x << 5) & 0xFFFFFFFF
+    state[0] = x
+    return x
+
+
+@jit
+def _take(row: Vector, a: int, b: int) -> None:
+    """Take what is at place a of a row to place b."""
+    moved = row[a]
+    step = 1 if b > a else -1
+    while a != b:
+        row[a] = row[a + step]
+        a += step
+    row[b] = moved
+
+
+@jit
+def _permute(order: Vector, state: Vector, taken: Vector) -> bool:
+    """Swap two microbatches, or one time in three take one to another place; False if they are the same.
+
+    What is taken is noted in ``state``: its second element says how often, and ``taken`` from where to where.
+    """
+    m = len(order)
+    a = _bits(state) % m
+    b = _bits(state) % m
+    shift = _bits(state) % 3 == 0
+    state[1] = 1 if shift else 2
+    taken[0], taken[1] = a, b
+    taken[2], taken[3] = (b - 1 if b > a else b + 1), a
+    if a == b:
+        return False
+    for k in range(state[1]):
+        _take(order, taken[2 * k], taken[2 * k + 1])
+    return True
+
+
+@jit
+def _move(offsets: Vector, line: Vector, state: Vector, jumps: Vector, taken: Vector) -> int:
+    """Take one or two actions of a rank some places forward or back; return the rank. Noted as in `_permute`."""
+    rank = _bits(state) % (len(offsets) - 1)
+    begin, size = offsets[rank], offsets[rank + 1] - offsets[rank]
+    state[1] = 1 + _bits(state) % 2
+    for k in range(state[1]):
+        a = _bits(state) % size
+        jump = jumps[_bits(state) % 4096]
+        taken[2 * k] = begin + a
+        taken[2 * k + 1] = begin + min(max(a - jump if _bits(state) & 64 else a + jump, 0), size - 1)
+        _take(line, taken[2 * k], taken[2 * k + 1])
+    return int(rank)
+
+
+@jit
+def _anneal(
+    t: Any,
+    offsets: Vector,
+    line: Vector,
+    best: Vector,
+    scores: Vector,
+    state: Vector,
+    permutes: bool,
+    first: int,
+    last: int,
+    total: int,
+    heat: float,
+    goal: int,
+    jumps: Vector,
+    exponential: Vector,
+    taken: Vector,
+    scratch: Vector,
+    ends: Vector,
+    limits: Vector,
+    counts: Vector,
+) -> int:
+    """Do the tries ``first`` to ``last`` of ``total``; return the next try.
+
+    Only the sum of what a try takes has to be legal. The order of the actions returns to the best one after a
+    sixth of all tries without gain.
+
+    Parameters
+    ----------
+    t
+        The problem, with the permutation at hand.
+    offsets, line
+        The order of the actions at hand.
+    best
+        The best row: of the permutation, or of the actions.
+    scores
+        Current score, best score, best objective, try of the last gain.
+    state
+        The random sequence, and how much the try took.
+    permutes
+        Whether the permutation changes and the order of the actions stays, or the other way about.
+    first, last, total
+        The range of tries, and the number of all.
+    heat
+        Temperature of the first try in units of the score; it falls as (1 - try / total) squared.
+    goal
+        Objective in ns at which to stop.
+    jumps, exponential
+        Tables of random lengths of moves, and of exponentially distributed numbers.
+    taken
+        From where to where a try took what, two times.
+    scratch, ends, limits, counts
+        Buffers of `evaluate_unequal` and `stays_legal_unequal`.
+    """
+    p = t.num_ranks
+    row = t.order if permutes else line
+    for n in range(first, last):
+        if scores[2] <= goal:
+            return n
+        low, high = 0, p
+        if permutes:
+            if not _permute(row, state, taken):
+                continue
+        else:
+            low = _move(offsets, row, state, jumps, taken)
+            high = low + 1
+        legal = True
+        for rank in range(low, high):
+            if legal and not stays_legal_unequal(t, offsets, line, rank, counts):
+                legal = False
+        score = -1
+        if legal:
+            score = evaluate_unequal(t, offsets, line, scratch, ends, limits)
+        left = 1.0 - n / total
+        warm = heat * left * left * exponential[_bits(state) % 4096]
+        if score < 0 or score - scores[0] > warm:
+            for k in range(state[1] - 1, -1, -1):
+                _take(row, taken[2 * k + 1], taken[2 * k])
+        else:
+            scores[0] = score
+            if scratch[3 * p] < scores[2] or (scratch[3 * p] == scores[2] and score < scores[1]):
+                scores[1] = score
+                scores[2] = scratch[3 * p]
+                scores[3] = n
+                for k in range(len(best)):
+                    best[k] = row[k]
+        if not permutes and n - scores[3] > total // 6:
+            scores[3] = n
+            scores[0] = scores[1]
+            for k in range(len(best)):
+                row[k] = best[k]
+    return last
 
 
 class UnequalAnnealer:
@@ -29,27 +185,28 @@ class UnequalAnnealer:
 
     def __init__(self, problem: Problem) -> None:
         self.scorer = UnequalScorer(problem)
-        self.jumps, self.exponential = vector(JUMPS), vector(EXPONENTIAL)
+        self.jumps, self.exponential, self.taken = vector(JUMPS), vector(EXPONENTIAL), vector([0] * 4)
 
-    def permute(
+    def run(
         self,
         codes: Codes,
         order: tuple[int, ...],
         tries: int,
         *,
+        permutes: bool,
         seed: int,
         heat: float,
         goal: int,
         stop: Callable[[], bool],
-    ) -> tuple[tuple[int, ...], int]:
-        """Return the best permutation met in a number of tries, and its value in ns.
+    ) -> tuple[Codes, tuple[int, ...], int]:
+        """Return the best order met in a number of tries, its permutation, and its value in ns.
 
         Parameters
         ----------
-        codes
-            The order of the actions, which stays as it is. It fits with the permutation given.
-        order
-            A permutation to begin with.
+        codes, order
+            An order of the actions and a permutation to begin with, which fit.
+        permutes
+            Whether the permutation changes and the order of the actions stays, or the other way about.
         tries, seed, heat, goal, stop
             As for `zbcompile.planner.improve.anneal.Annealer.run`.
         """
@@ -57,61 +214,20 @@ class UnequalAnnealer:
         scorer.set_order(order)
         offsets, line = pack(scorer.instance, codes)
         score, scratch = scorer.evaluate(offsets, line)
-        best, value = vector(list(order)), int(scratch[3 * scorer.problem.num_ranks])
-        scores, state = vector([score, score, value]), vector([_seeded(seed)])
+        best = vector(list(order) if permutes else [int(code) for code in line])
+        scores = vector([score, score, int(scratch[3 * scorer.problem.num_ranks]), 0])
+        state = vector([(seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1, 0])  # the first is never 0
         chunk, done = max(1, _CHUNK // len(line)), 0
         while done < tries and not stop():
             last = min(tries, done + chunk)
-            reached = permute(
-                scorer.tables, offsets, line, best, scores, state, done, last, tries, float(heat * score),
-                goal, self.exponential, scratch, scorer.ends, scorer.limits, scorer.counts,
+            reached = _anneal(
+                scorer.tables, offsets, line, best, scores, state, permutes, done, last, tries,
+                float(heat * score), goal, self.jumps, self.exponential, self.taken, scratch, scorer.ends,
+                scorer.limits, scorer.counts,
             )  # fmt: skip
             if int(reached) < last:
                 break
             done = last
-        return tuple(int(microbatch) for microbatch in best), int(scores[2])
-
-    def anneal(
-        self,
-        codes: Codes,
-        order: tuple[int, ...],
-        tries: int,
-        *,
-        seed: int,
-        heat: float,
-        goal: int,
-        stop: Callable[[], bool],
-    ) -> tuple[Codes, int]:
-        """Return the best order of the actions met in a number of tries, and its value in ns.
-
-        Parameters
-        ----------
-        codes
-            An order to begin with, which fits.
-        order
-            The permutation, which stays as it is.
-        tries, seed, heat, goal, stop
-            As for `permute`.
-        """
-        scorer, p = self.scorer, self.scorer.problem.num_ranks
-        scorer.set_order(order)
-        offsets, line = pack(scorer.instance, codes)
-        best = vector([int(code) for code in line])
-        score, scratch = scorer.evaluate(offsets, line)
-        scores, state = vector([score, score, int(scratch[3 * p]), 0]), vector([_seeded(seed)])
-        chunk, done = max(1, _CHUNK // len(line)), 0
-        while done < tries and not stop():
-            last = min(tries, done + chunk)
-            reached = move_actions(
-                scorer.tables, offsets, line, best, scores, state, done, last, tries, float(heat * score),
-                goal, self.jumps, self.exponential, scratch, scorer.ends, scorer.limits, scorer.counts,
-            )  # fmt: skip
-            if int(reached) < last:
-                break
-            done = last
-        return unpack(scorer.instance, offsets, best), int(scores[2])
-
-
-def _seeded(seed: int) -> int:
-    """Return a first state of the random sequence, never 0."""
-    return (seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1
+        if permutes:
+            return codes, tuple(int(microbatch) for microbatch in best), int(scores[2])
+        return unpack(scorer.instance, offsets, best), order, int(scores[2])
