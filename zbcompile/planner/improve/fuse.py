@@ -32,12 +32,11 @@ from zbcompile.planner.incumbent import Order, extended
 from zbcompile.planner.run import Run
 from zbcompile.planner.starts.fused_patterns import (
     FusedPattern,
-    fused_list_schedule,
     fused_patterns,
     some_by_rule,
     window_choices,
 )
-from zbcompile.planner.starts.list_schedule import Recipe, standard_limits
+from zbcompile.planner.starts.list_schedule import Recipe, list_schedule, standard_limits
 from zbcompile.planner.starts.offset_key_orders import offset_key_orders
 from zbcompile.schedule.semantics import SendMode
 
@@ -45,6 +44,9 @@ __all__ = ["RuleOfThumb", "SplitOrFuse", "fusing_matters"]
 
 _HEAT = 0.001
 """By which share of the best value annealed moves may lengthen an order at first, e-fold as seldom each."""
+
+_Change = tuple[Sequence[int], RowChange, int, int]
+"""Stages, and what to do to their microbatches from one to another, as `row_changes` takes it."""
 
 
 def fusing_matters(instance: Instance, sends: SendMode) -> bool:
@@ -106,8 +108,8 @@ class SplitOrFuse:
             return
         annealed = run.holds_rank and run.several
         search.kept = 3 * search.left // 4 if annealed else 0
-        yield from search.ranges()
-        yield from search.single_actions()
+        yield from search.swept(_range_changes(run.instance))
+        yield from search.swept(_single_changes(run.instance))
         search.kept = 0
         yield from search.annealed_moves() if annealed else search.small_moves()
         search.settle_ties()
@@ -199,7 +201,7 @@ class _Search:
                 for theta in (100, 50, 0):
                     if self.over:
                         return
-                    codes = fused_list_schedule(instance, Recipe(limits, theta, budget), windows)
+                    codes = list_schedule(instance, Recipe(limits, theta, budget, windows))
                     if codes is not None and self.take(codes, "list schedule"):
                         yield self.found()
 
@@ -214,27 +216,17 @@ class _Search:
                 if self.take(order, "offset keys"):
                     yield self.found()
 
-    def ranges(self) -> Iterator[Order]:
-        """Fuse or split ranges of microbatches of one stage or of several, until nothing helps."""
-        m, p = self.instance.num_microbatches, self.instance.num_ranks
-        every = tuple(range(self.instance.num_stages))
-        cuts = sorted({0, 1, *(k for k in (p // 2, p, m - p, m - p // 2, m - 1, m) if 0 < k <= m)})
-        windows = [(low, high) for a, low in enumerate(cuts) for high in cuts[a + 1 :]]
+    def swept(self, changes: Sequence[_Change]) -> Iterator[Order]:
+        """Try changes to the best order so far, one after the other, until none of them helps."""
         better = True
         while better and not self.over:
             better = False
-            for stages in (every, every[1:], *((s,) for s in every)):
-                for low, high in windows:
-                    for change in (fuse_own, fuse_next, split_here):
-                        if self.change(stages, change, low, high):
-                            better = True
-                            yield self.found()
-                    if self.over:
-                        return
-                for first in range(0, m, max(1, m // 8)):
-                    if self.change(stages, advance, first, m):
-                        better = True
-                        yield self.found()
+            for change in changes:
+                if self.over:
+                    return
+                if self.change(*change):
+                    better = True
+                    yield self.found()
 
     def change(self, stages: Sequence[int], change: RowChange, low: int, high: int) -> bool:
         """Change the rows of some stages of the best order so far; return whether that is better."""
@@ -246,32 +238,26 @@ class _Search:
             codes[rank] = change(codes[rank], s, low, high)
         return not self.over and codes != self.codes and self.take(codes)
 
-    def single_actions(self) -> Iterator[Order]:
-        """Fuse or split single backwards, a split's W directly behind its B or a few actions later."""
-        instance, better = self.instance, True
-        while better and not self.over:
-            better = False
-            for s in range(instance.num_stages):
-                for i in range(instance.num_microbatches):
-                    for change in (fuse_own, fuse_next, split_here, split_later):
-                        if self.change((s,), change, i, i + 1):
-                            better = True
-                            yield self.found()
-                    if self.over:
-                        return
+    def moved(self, codes: Codes, rng: random.Random) -> Codes | None:
+        """Move an action of one rank by a few places or flip a backward, one to three times.
+
+        ``None`` if that leaves the order as it is.
+        """
+        rank = rng.randrange(self.instance.num_ranks)
+        row = codes[rank]
+        for _ in range(rng.randint(1, 3)):
+            moved = small_move(row, rng)
+            row = moved if in_order(moved) else row
+        return None if row is codes[rank] else [row if r == rank else old for r, old in enumerate(codes)]
 
     def small_moves(self) -> Iterator[Order]:
         """With the tries that are left, move an action by a few places or flip a backward, at random."""
-        rng, instance = random.Random(self.run.seed), self.instance
+        rng = random.Random(self.run.seed)
         while not self.over:
-            rank = rng.randrange(instance.num_ranks)
-            row = self.codes[rank]
-            for _ in range(rng.randint(1, 3)):
-                moved = small_move(row, rng)
-                row = moved if in_order(moved) else row
-            if row is self.codes[rank]:
+            changed = self.moved(self.codes, rng)
+            if changed is None:
                 self.left -= 1
-            elif self.take([row if r == rank else old for r, old in enumerate(self.codes)]):
+            elif self.take(changed):
                 yield self.found()
 
     def annealed_moves(self) -> Iterator[Order]:
@@ -289,16 +275,9 @@ class _Search:
         codes, cost = self.codes, worth(self.score)
         while not self.over:
             self.left -= 1
-            rank = rng.randrange(instance.num_ranks)
-            row = codes[rank]
-            for _ in range(rng.randint(1, 3)):
-                moved = small_move(row, rng)
-                row = moved if in_order(moved) else row
-            changed = [row if r == rank else old for r, old in enumerate(codes)]
-            if row is codes[rank] or not fits(instance, changed):
-                continue
-            found = self.clock.score(changed)
-            if found is None:
+            changed = self.moved(codes, rng)
+            found = self.clock.score(changed) if changed and fits(instance, changed) else None
+            if changed is None or found is None:
                 continue
             heat = _HEAT * self.score[0] * self.left / tries
             if worth(found) <= cost - heat * math.log(1 - rng.random()):
@@ -338,6 +317,29 @@ class _Search:
                     if _splits(codes) < _splits(self.codes) if alike else other < mean:
                         self.codes, mean = codes, other
                         self.lineage = extended(self.lineage, self.name)
+
+
+def _range_changes(instance: Instance) -> list[_Change]:
+    """Return changes to ranges of microbatches of one stage or of several: fuse, split, F's one place on."""
+    m, p, every = instance.num_microbatches, instance.num_ranks, tuple(range(instance.num_stages))
+    cuts = sorted({0, 1, *(k for k in (p // 2, p, m - p, m - p // 2, m - 1, m) if 0 < k <= m)})
+    windows = [(low, high) for a, low in enumerate(cuts) for high in cuts[a + 1 :]]
+    found: list[_Change] = []
+    for stages in (every, every[1:], *((s,) for s in every)):
+        kinds = (fuse_own, fuse_next, split_here)
+        found += [(stages, change, low, high) for low, high in windows for change in kinds]
+        found += [(stages, advance, first, m) for first in range(0, m, max(1, m // 8))]
+    return found
+
+
+def _single_changes(instance: Instance) -> list[_Change]:
+    """Return changes to single backwards: fuse, or split, with W directly behind B or a few actions later."""
+    return [
+        ((s,), change, i, i + 1)
+        for s in range(instance.num_stages)
+        for i in range(instance.num_microbatches)
+        for change in (fuse_own, fuse_next, split_here, split_later)
+    ]
 
 
 def _splits(codes: Codes) -> int:

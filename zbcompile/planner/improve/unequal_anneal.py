@@ -1,8 +1,8 @@
 """Annealing where microbatches differ in cost: of their permutation, or of the order of the actions.
 
 Both are one search over a row of numbers: take an element to another place, once or twice, and keep the
-change or drop it by the true times and bytes. The kernels are plain loops over flat arrays that numba compiles
-where it is installed (`zbcompile.planner.core.unequal`).
+change or drop it by the true times and bytes. The kernels are plain loops over flat arrays that numba
+compiles where it is installed (`zbcompile.planner.core.unequal`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ def _permute(order: Vector, state: Vector, taken: Vector) -> bool:
 
 @jit
 def _move(offsets: Vector, line: Vector, state: Vector, jumps: Vector, taken: Vector) -> int:
-    """Take one or two actions of a rank some places forward or back; return the rank. Noted as in `_permute`."""
+    """Take one or two actions of a rank some places forward or back; return the rank.
+
+    They are noted as in `_permute`.
+    """
     rank = _bits(state) % (len(offsets) - 1)
     begin, size = offsets[rank], offsets[rank + 1] - offsets[rank]
     state[1] = 1 + _bits(state) % 2

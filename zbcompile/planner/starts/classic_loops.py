@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
-from zbcompile.planner.starts.offset_keys import OffsetKeys
-from zbcompile.planner.starts.repeated_blocks import block_order
+from zbcompile.planner.starts.offset_keys import OffsetKeys, block_order
 
 __all__ = ["dual_pipe_v", "interleaved", "v_half", "v_min", "zb_v"]
 

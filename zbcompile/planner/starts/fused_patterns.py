@@ -1,33 +1,29 @@
 """Orders for one stage per rank that split some backwards and fuse the others.
 
-There are two makers. `alternate` builds a rank's row from four numbers; `fused_list_schedule` lets the list
-scheduler of `zbcompile.planner.starts.list_schedule` decide everything but the split. In both, microbatch i
-of a stage is split if it is among the first ``head`` or the last ``tail``, and fused in between.
+`alternate` builds a rank's row from four numbers. Microbatch i of a stage is split if it is among the first
+``head`` or the last ``tail``, and fused in between. The list scheduler of
+`zbcompile.planner.starts.list_schedule` takes the same windows and decides all else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, get_args
 
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
 from zbcompile.planner.core.paths import Paths
-from zbcompile.planner.starts.list_schedule import ListRun, Recipe
+from zbcompile.planner.starts.list_schedule import Windows
 
 __all__ = [
     "FusedPattern",
     "alternate",
-    "fused_list_schedule",
     "fused_patterns",
     "rule_of_thumb",
     "some_by_rule",
     "window_choices",
 ]
-
-Windows = tuple[tuple[int, int], ...]
-"""Per rank (head, tail): how many microbatches are split at the start and at the end."""
 
 _RULE_ACTIONS = 40_000
 """Most actions in all orders that `some_by_rule` yields."""
@@ -154,47 +150,6 @@ def alternate(
             weights(min(pending, waiting if forwards < m else max(0, pending - 1)))
     weights(0)
     return row
-
-
-class _FusedRun(ListRun):
-    """The list scheduler with given backwards fused. ``done[W]`` counts fused ones as well."""
-
-    def __init__(self, instance: Instance, recipe: Recipe, windows: Windows) -> None:
-        super().__init__(instance, recipe)
-        self.windows = windows
-        self.split, self.whole = instance, replace(instance, backward=instance.fused)
-
-    def _fused(self, rank: int) -> bool:
-        head, tail = self.windows[rank]
-        return head <= self.done[rank][B] < self.count - tail
-
-    def fits(self, rank: int, kind: int) -> bool:
-        """Return as in the list scheduler; a fused backward always fits."""
-        return (kind == B and self._fused(rank)) or super().fits(rank, kind)
-
-    def commit(self, rank: int, kind: int, now: int) -> None:
-        """Run one action as in the list scheduler; a fused B is a BW and leaves no W."""
-        if kind != B or not self._fused(rank):
-            super().commit(rank, kind, now)
-            return
-        s = self.stage[rank]
-        self.instance = self.whole
-        super().commit(rank, B, now)
-        self.instance = self.split
-        self.codes[rank][-1] = (BW, s)
-        change = self.split.memory.change
-        self.held[rank] += change[BW][s] - change[B][s]
-        self.done[rank][W] += 1
-
-
-def fused_list_schedule(instance: Instance, recipe: Recipe, windows: Windows) -> Codes | None:
-    """Run the list scheduler with the backwards outside the split windows fused.
-
-    ``None`` if it gets stuck.
-    """
-    run = _FusedRun(instance, recipe, windows)
-    fused = sum(max(0, instance.num_microbatches - head - tail) for head, tail in windows)
-    return run.run(fused)
 
 
 def window_choices(instance: Instance) -> list[Windows]:

@@ -7,6 +7,8 @@ Time runs forward over all ranks; a free rank decides with what is known at that
 3. Memory alone holds up a ready F: a pending W runs.
 4. Nothing ready: a W runs if the gap lasts at least ``theta`` W's, or if the rank has no idle time left to
    give (``budget``); else the rank waits.
+
+Backwards outside a rank's split windows run fused.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zbcompile.planner.core.instance import B, Codes, F, Instance, W
+from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
 from zbcompile.schedule.memory import in_a_row
 
-__all__ = ["Recipe", "list_schedule", "mixed_limits", "standard_limits"]
+__all__ = ["Recipe", "Windows", "list_schedule", "mixed_limits", "standard_limits"]
 
 _NEVER = 1 << 62
+
+Windows = tuple[tuple[int, int], ...]
+"""Per rank (head, tail): how many microbatches are split at the start and at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +40,24 @@ class Recipe:
         Hundredths of a W that a gap must last before a W fills it.
     budget
         Idle time in ns per rank, between its first and last action, before W's fill every gap.
+    windows
+        Split windows; None where all is split.
     """
 
     limits: tuple[int, ...]
     theta: int
     budget: tuple[int, ...]
+    windows: Windows | None = None
 
 
-class ListRun:
-    """The state of one run: clocks, counters and what has become ready."""
+class _ListRun:
+    """The state of one run: clocks, counters and what has become ready. A BW counts as B and as W done."""
 
     def __init__(self, instance: Instance, recipe: Recipe) -> None:
         p, m = instance.num_ranks, instance.num_microbatches
         self.instance, self.recipe, self.count = instance, recipe, m
         self.stage = [stages[0] for stages in instance.stages_of]
+        self.times = (instance.forward, instance.backward, instance.weight, instance.fused)
         self.free, self.idle = [0] * p, [0] * p
         self.done = [[0, 0, 0] for _ in range(p)]
         self.held = [0] * p
@@ -71,8 +80,17 @@ class ListRun:
             return _NEVER
         return self.ready[rank][kind][k]
 
+    def fuses(self, rank: int) -> bool:
+        """Return whether the next backward of a rank runs fused."""
+        if self.recipe.windows is None:
+            return False
+        head, tail = self.recipe.windows[rank]
+        return head <= self.done[rank][B] < self.count - tail
+
     def fits(self, rank: int, kind: int) -> bool:
-        """Return whether the headroom takes one more B, or one more F and its B."""
+        """Return whether the headroom takes one more B, or one more F and its B. A BW always fits."""
+        if kind == B and self.fuses(rank):
+            return True
         uses = self.instance.memory.uses[self.stage[rank]]
         peak = uses.backward_input.peak if kind == B else in_a_row(uses.forward, uses.backward_input)[1]
         return self.held[rank] + peak <= self.instance.headroom[rank]
@@ -105,15 +123,16 @@ class ListRun:
 
     def commit(self, rank: int, kind: int, now: int) -> None:
         """Run one action and tell the ranks that wait for it."""
-        instance, s = self.instance, self.stage[rank]
+        s, code = self.stage[rank], BW if kind == B and self.fuses(rank) else kind
         if self.codes[rank]:
             self.idle[rank] += now - self.free[rank]
-        end = now + (instance.forward[s], instance.backward[s], instance.weight[s])[kind]
+        end = now + self.times[code][s]
         k = self.done[rank][kind]
-        self.held[rank] += instance.memory.change[kind][s]
+        self.held[rank] += self.instance.memory.change[code][s]
         self.done[rank][kind] += 1
+        self.done[rank][W] += code == BW
         self.free[rank] = end
-        self.codes[rank].append((kind, s))
+        self.codes[rank].append((code, s))
         heapq.heappush(self.events, (end, rank))
         if kind == W:
             return
@@ -128,19 +147,10 @@ class ListRun:
         if at > now:
             heapq.heappush(self.events, (max(at, self.free[rank]), rank))
 
-    def run(self, fused: int = 0) -> Codes | None:
-        """Run all ranks to the end.
-
-        Parameters
-        ----------
-        fused
-            Number of fused backwards, whose W's do not run.
-
-        Returns
-        -------
-        Codes or None
-            ``None`` if the recipe leaves the ranks stuck.
-        """
+    def run(self) -> Codes | None:
+        """Run all ranks to the end. ``None`` if the recipe leaves them stuck."""
+        windows = self.recipe.windows or ()
+        fused = sum(max(0, self.count - head - tail) for head, tail in windows)
         left = 3 * self.count * self.instance.num_ranks - fused
         while self.events and left:
             now, rank = heapq.heappop(self.events)
@@ -157,7 +167,7 @@ class ListRun:
 
 def list_schedule(instance: Instance, recipe: Recipe) -> Codes | None:
     """Run the list scheduler once. ``None`` if the recipe cannot finish within the headroom."""
-    return ListRun(instance, recipe).run()
+    return _ListRun(instance, recipe).run()
 
 
 def standard_limits(instance: Instance, round_trips: Sequence[int]) -> list[tuple[int, ...]]:

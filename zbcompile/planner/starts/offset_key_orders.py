@@ -15,8 +15,13 @@ from zbcompile.planner.core.scorer import Scored, Scorer
 from zbcompile.planner.core.tables import unpack
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.run import Run
-from zbcompile.planner.starts.offset_keys import OffsetKeys, mutate, standard_offset_keys, waves_of
-from zbcompile.planner.starts.repeated_blocks import block_order
+from zbcompile.planner.starts.offset_keys import (
+    OffsetKeys,
+    block_order,
+    mutate,
+    standard_offset_keys,
+    waves_of,
+)
 from zbcompile.planner.starts.short import is_long
 
 __all__ = ["OffsetKeyOrders", "block_orders", "dispatched_orders", "offset_key_orders", "standard_orders"]
