@@ -5,11 +5,16 @@ Plain loops over flat arrays that numba compiles where it is installed (`zbcompi
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable
+from typing import Any
+
 from zbcompile.planner.core.compiled import Vector, jit
 from zbcompile.planner.core.tables import Tables
 
 __all__ = ["begin_steps", "end_steps", "first_gather", "gathered", "reduced", "reduced_by"]
-__all__ += ["counts_size", "evaluate_line", "gaps_at", "scratch_size", "stays_legal"]
+__all__ += ["counts_size", "evaluate_line", "evaluate_unequal", "gaps_at", "next_weight", "note_split"]
+__all__ += ["scratch_size", "stays_legal"]
 
 _FAR = 1 << 60
 
@@ -95,16 +100,47 @@ def first_gather(t: Tables, scratch: Vector, at: int, s: int, start: int) -> Non
     scratch[at + t.rank_of[s]] = min(scratch[at + t.rank_of[s]], start) - t.gather[s]
 
 
+UNEQUAL = False
+"""Whether microbatches differ in cost: true in a copy of `evaluate_line`, which is `evaluate_unequal`.
+
+Compiling drops the branches that a constant rules out, so microbatches that are alike cost no time for it.
+"""
+
+
 @jit
-def evaluate_line(
-    t: Tables, offsets: Vector, line: Vector, scratch: Vector, ends: Vector, limits: Vector
+def note_split(split: Vector, S: int, m: int, s: int, place: int) -> None:
+    """Note the place of a split backward of stage s."""
+    split[s * m + split[S * m + s]] = place
+    split[S * m + s] += 1
+
+
+@jit
+def next_weight(split: Vector, S: int, m: int, s: int) -> int:
+    """Return the place of the next W of stage s: that of its earliest split backward without one."""
+    at = S * m + S + s
+    split[at] += 1
+    place: int = split[s * m + split[at] - 1]
+    return place
+
+
+@jit
+def _last_weight(split: Vector, S: int, m: int, s: int) -> int:
+    """Return the place of the W of stage s that was next before; it is next again."""
+    at = S * m + S + s
+    split[at] -= 1
+    place: int = split[s * m + split[at]]
+    return place
+
+
+def _evaluate_line(
+    t: Any, offsets: Vector, line: Vector, scratch: Vector, ends: Vector, limits: Vector
 ) -> int:
     """Return 100 p times the objective plus the sum over the ranks, or -1 on deadlock.
 
     Parameters
     ----------
     t
-        The problem.
+        The problem: `Tables`, or `zbcompile.planner.core.unequal.UnequalTables`.
     offsets
         Where each rank's row begins in ``line``, and the number of actions.
     line
@@ -127,6 +163,9 @@ def evaluate_line(
         scratch[k] = 0
     if t.has_steps:
         begin_steps(t, scratch, steps)
+    if UNEQUAL:
+        for k in range(S * m, S * m + 2 * S):
+            t.split[k] = 0
     done = 0
     moved, upward = True, False
     while moved:
@@ -141,12 +180,11 @@ def evaluate_line(
                 code = line[offsets[r] + k]
                 kind = code // S
                 s = code - kind * S
-                slot = -1
                 before = now
                 if kind != 2:
                     side = 0 if kind == 0 else 1
-                    slot = (side * S + s) * m + scratch[counts + side * S + s]
                     i = scratch[counts + side * S + s]
+                    slot = (side * S + s) * m + i
                     blocked = False
                     if side == 0:
                         for e in range(t.forward_at[s], t.forward_at[s + 1]):
@@ -154,8 +192,9 @@ def evaluate_line(
                             if end < 0:
                                 blocked = True
                                 break
-                            if end + t.forward_lag[e] > now:
-                                now = end + t.forward_lag[e]
+                            end += t.forward_lags[e * m + t.order[i]] if UNEQUAL else t.forward_lag[e]
+                            if end > now:
+                                now = end
                     else:
                         if ends[s * m + i] < 0:
                             blocked = True
@@ -165,21 +204,27 @@ def evaluate_line(
                                 if end < 0:
                                     blocked = True
                                     break
-                                if end + t.backward_lag[e] > now:
-                                    now = end + t.backward_lag[e]
+                                end += t.backward_lags[e * m + t.order[i]] if UNEQUAL else t.backward_lag[e]
+                                if end > now:
+                                    now = end
                     if blocked:
                         now = scratch[clock + r]
                         break
                     if t.has_steps and kind == 0 and i == 0 and t.gather[s] > 0:
                         now = max(now, gathered(t, scratch, steps, s))
                         scratch[steps + r] += t.gather[s]
+                    if UNEQUAL and kind == 1:
+                        note_split(t.split, S, m, s, i)
                     scratch[gaps + offsets[r] + k] = now - before
-                    now += t.length[code]
+                    now += t.lengths[code * m + t.order[i]] if UNEQUAL else t.length[code]
                     ends[slot] = now
                     scratch[counts + side * S + s] = i + 1
                 else:
                     scratch[gaps + offsets[r] + k] = 0
-                    now += t.length[code]
+                    if UNEQUAL:
+                        now += t.lengths[code * m + t.order[next_weight(t.split, S, m, s)]]
+                    else:
+                        now += t.length[code]
                 if t.has_steps and kind >= 2:
                     reduced(t, scratch, steps, s, now)
                 scratch[trail + done] = (offsets[r] + k) * p + r
@@ -202,7 +247,7 @@ def evaluate_line(
             if scratch[clock + r] > worst:
                 worst = scratch[clock + r]
         scratch[3 * p] = worst
-        return 100 * p * worst + summed
+        return int(100 * p * worst + summed)
     while done > 0:
         done -= 1
         at = scratch[trail + done]
@@ -213,7 +258,10 @@ def evaluate_line(
         if t.has_steps and kind >= 2:
             scratch[late + r] = reduced_by(t, scratch, steps, s, scratch[late + r])
         if kind == 2:
-            scratch[late + r] -= t.length[code]
+            if UNEQUAL:
+                scratch[late + r] -= t.lengths[code * m + t.order[_last_weight(t.split, S, m, s)]]
+            else:
+                scratch[late + r] -= t.length[code]
             continue
         side = 0 if kind == 0 else 1
         scratch[counts + side * S + s] -= 1
@@ -221,20 +269,22 @@ def evaluate_line(
         start = scratch[late + r]
         if limits[(side * S + s) * m + i] < start:
             start = limits[(side * S + s) * m + i]
-        start -= t.length[code]
+        start -= t.lengths[code * m + t.order[i]] if UNEQUAL else t.length[code]
         scratch[late + r] = start
         if t.has_steps and kind == 0 and i == 0 and t.gather[s] > 0:
             first_gather(t, scratch, steps, s, start)
         if side == 0:
             for e in range(t.forward_at[s], t.forward_at[s + 1]):
                 slot = t.forward_from[e] * m + i
-                if start - t.forward_lag[e] < limits[slot]:
-                    limits[slot] = start - t.forward_lag[e]
+                by = start - (t.forward_lags[e * m + t.order[i]] if UNEQUAL else t.forward_lag[e])
+                if by < limits[slot]:
+                    limits[slot] = by
         else:
             for e in range(t.backward_at[s], t.backward_at[s + 1]):
                 slot = (S + t.backward_from[e]) * m + i
-                if start - t.backward_lag[e] < limits[slot]:
-                    limits[slot] = start - t.backward_lag[e]
+                by = start - (t.backward_lags[e * m + t.order[i]] if UNEQUAL else t.backward_lag[e])
+                if by < limits[slot]:
+                    limits[slot] = by
     for r in range(p):
         first = scratch[late + r]
         if t.has_steps:
@@ -244,7 +294,19 @@ def evaluate_line(
         if span > worst:
             worst = span
     scratch[3 * p] = worst
-    return 100 * p * worst + summed
+    return int(100 * p * worst + summed)
+
+
+def _for_unequal(function: Callable[..., int]) -> Callable[..., int]:
+    """Return a copy of a function for microbatches that differ in cost."""
+    assert isinstance(function, types.FunctionType)
+    copy = types.FunctionType(function.__code__, {**globals(), "UNEQUAL": True}, "evaluate_unequal")
+    copy.__module__, copy.__qualname__, copy.__doc__ = __name__, "evaluate_unequal", function.__doc__
+    return copy
+
+
+evaluate_line = jit(_evaluate_line)
+evaluate_unequal = jit(_for_unequal(_evaluate_line))
 
 
 @jit

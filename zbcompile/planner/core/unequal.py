@@ -1,9 +1,9 @@
-"""Orders of microbatches that differ in cost: the flat arrays, and the loop that times one order.
+"""Orders of microbatches that differ in cost: the flat arrays, and whether a row is legal.
 
 An order is a `Codes` and a permutation: the k-th F, B or BW of every stage is that of the microbatch at place
 k of the permutation, and a W belongs to the earliest split one that still has none. So with the permutation
-fixed every rank takes the microbatches first in, first out, as where they are alike. Kernels for microbatches
-that are alike stay as they are; `evaluate_unequal` and `stays_legal_unequal` stand in for two of them.
+fixed every rank takes the microbatches first in, first out, as where they are alike. One clock times both
+(`zbcompile.planner.core.kernel`); `stays_legal_unequal` stands in for `stays_legal`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,13 @@ from typing import Any
 
 from zbcompile.planner.core.compiled import MakeVector, Vector, jit, vector
 from zbcompile.planner.core.instance import Codes, Instance
-from zbcompile.planner.core.kernel import (
-    begin_steps,
-    end_steps,
-    first_gather,
-    gathered,
-    reduced,
-    reduced_by,
-    scratch_size,
-)
+from zbcompile.planner.core.kernel import evaluate_unequal, next_weight, note_split, scratch_size
 from zbcompile.planner.core.tables import Tables, pack
 from zbcompile.schedule.memory import Memory
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.rules import COMPUTE_KINDS, Rules, durations
 
-__all__ = ["UnequalScorer", "alike_problem", "evaluate_unequal", "stays_legal_unequal", "unequal_tables"]
-
-_FAR = 1 << 60
+__all__ = ["UnequalScorer", "alike_problem", "stays_legal_unequal", "unequal_tables"]
 
 _named: Any = namedtuple
 UnequalTables = _named(
@@ -99,31 +89,6 @@ def alike_problem(problem: Problem) -> Problem:
 
 
 @jit
-def _note_split(split: Vector, S: int, m: int, s: int, place: int) -> None:
-    """Note the place of a split backward of stage s."""
-    split[s * m + split[S * m + s]] = place
-    split[S * m + s] += 1
-
-
-@jit
-def _next_weight(split: Vector, S: int, m: int, s: int) -> int:
-    """Return the place of the next W of stage s: that of its earliest split backward without one."""
-    at = S * m + S + s
-    split[at] += 1
-    place: int = split[s * m + split[at] - 1]
-    return place
-
-
-@jit
-def _last_weight(split: Vector, S: int, m: int, s: int) -> int:
-    """Return the place of the W of stage s that was next before; it is next again."""
-    at = S * m + S + s
-    split[at] -= 1
-    place: int = split[s * m + split[at]]
-    return place
-
-
-@jit
 def _more_waits(came: Vector, S: int, m: int, s: int, place: int) -> int:
     """Note that gradients of a place came; return how many more sets of stage s wait for their turn."""
     turn, count, waits = S * m + s, S * m + S + s, S * m + 2 * S + s
@@ -137,137 +102,6 @@ def _more_waits(came: Vector, S: int, m: int, s: int, place: int) -> int:
         came[waits] -= 1
     more: int = came[waits] - before
     return more
-
-
-@jit
-def evaluate_unequal(
-    t: Any, offsets: Vector, line: Vector, scratch: Vector, ends: Vector, limits: Vector
-) -> int:
-    """Do what `zbcompile.planner.core.kernel.evaluate_line` does, with each microbatch's own costs."""
-    S, p, m = t.num_stages, t.num_ranks, t.num_microbatches
-    total = offsets[p]
-    late, clock, at_place, counts, trail = 0, p, 2 * p, 4 * p, 4 * p + 2 * S
-    gaps = trail + total
-    steps = gaps + total
-    if t.has_steps:
-        begin_steps(t, scratch, steps)
-    for k in range(2 * S * m):
-        ends[k] = -1
-        limits[k] = _FAR
-    for k in range(4 * p + 2 * S):
-        scratch[k] = 0
-    for k in range(S * m, S * m + 2 * S):
-        t.split[k] = 0
-    done = 0
-    moved, upward = True, False
-    while moved:
-        moved = False
-        upward = not upward
-        for q in range(p):
-            r = p - 1 - q if upward else q
-            k = scratch[at_place + r]
-            now = scratch[clock + r]
-            size = offsets[r + 1] - offsets[r]
-            while k < size:
-                code = line[offsets[r] + k]
-                kind = code // S
-                s = code - kind * S
-                before = now
-                if kind == 2:
-                    i = _next_weight(t.split, S, m, s)
-                    now += t.lengths[code * m + t.order[i]]
-                else:
-                    side = 0 if kind == 0 else 1
-                    i = scratch[counts + side * S + s]
-                    who = t.order[i]
-                    blocked = side == 1 and ends[s * m + i] < 0
-                    if side == 0:
-                        for e in range(t.forward_at[s], t.forward_at[s + 1]):
-                            end = ends[t.forward_from[e] * m + i]
-                            if end < 0:
-                                blocked = True
-                                break
-                            now = max(now, end + t.forward_lags[e * m + who])
-                    elif not blocked:
-                        for e in range(t.backward_at[s], t.backward_at[s + 1]):
-                            end = ends[(S + t.backward_from[e]) * m + i]
-                            if end < 0:
-                                blocked = True
-                                break
-                            now = max(now, end + t.backward_lags[e * m + who])
-                    if blocked:
-                        now = scratch[clock + r]
-                        break
-                    if t.has_steps and kind == 0 and i == 0 and t.gather[s] > 0:
-                        now = max(now, gathered(t, scratch, steps, s))
-                        scratch[steps + r] += t.gather[s]
-                    if kind == 1:
-                        _note_split(t.split, S, m, s, i)
-                    scratch[gaps + offsets[r] + k] = now - before
-                    now += t.lengths[code * m + who]
-                    ends[(side * S + s) * m + i] = now
-                    scratch[counts + side * S + s] = i + 1
-                if kind == 2:
-                    scratch[gaps + offsets[r] + k] = 0
-                if t.has_steps and kind >= 2:
-                    reduced(t, scratch, steps, s, now)
-                scratch[trail + done] = (offsets[r] + k) * p + r
-                done += 1
-                k += 1
-                scratch[clock + r] = now
-                moved = True
-            scratch[at_place + r] = k
-    if done < total:
-        return -1
-    worst = 0
-    summed = 0
-    for r in range(p):
-        scratch[late + r] = scratch[clock + r]
-    if t.has_steps:
-        end_steps(t, scratch, steps, clock, late)
-    if t.is_span == 0:
-        for r in range(p):
-            summed += scratch[clock + r]
-            worst = max(worst, scratch[clock + r])
-        scratch[3 * p] = worst
-        return int(100 * p * worst + summed)
-    while done > 0:
-        done -= 1
-        at = scratch[trail + done]
-        r = at % p
-        code = line[at // p]
-        kind = code // S
-        s = code - kind * S
-        if t.has_steps and kind >= 2:
-            scratch[late + r] = reduced_by(t, scratch, steps, s, scratch[late + r])
-        if kind == 2:
-            scratch[late + r] -= t.lengths[code * m + t.order[_last_weight(t.split, S, m, s)]]
-            continue
-        side = 0 if kind == 0 else 1
-        scratch[counts + side * S + s] -= 1
-        i = scratch[counts + side * S + s]
-        who = t.order[i]
-        start = min(scratch[late + r], limits[(side * S + s) * m + i]) - t.lengths[code * m + who]
-        scratch[late + r] = start
-        if t.has_steps and kind == 0 and i == 0 and t.gather[s] > 0:
-            first_gather(t, scratch, steps, s, start)
-        if side == 0:
-            for e in range(t.forward_at[s], t.forward_at[s + 1]):
-                slot = t.forward_from[e] * m + i
-                limits[slot] = min(limits[slot], start - t.forward_lags[e * m + who])
-        else:
-            for e in range(t.backward_at[s], t.backward_at[s + 1]):
-                slot = (S + t.backward_from[e]) * m + i
-                limits[slot] = min(limits[slot], start - t.backward_lags[e * m + who])
-    for r in range(p):
-        first = scratch[late + r]
-        if t.has_steps:
-            first = min(first, scratch[steps + r])
-        span = scratch[clock + r] - first
-        summed += span
-        worst = max(worst, span)
-    scratch[3 * p] = worst
-    return int(100 * p * worst + summed)
 
 
 @jit
@@ -293,7 +127,7 @@ def stays_legal_unequal(t: Any, offsets: Vector, line: Vector, rank: int, counts
         if kind == 2:
             if counts[code] > counts[S + s]:
                 return False
-            i = _next_weight(t.split, S, m, s)
+            i = next_weight(t.split, S, m, s)
         elif kind == 0:
             i = counts[s] - 1
         else:
@@ -301,7 +135,7 @@ def stays_legal_unequal(t: Any, offsets: Vector, line: Vector, rank: int, counts
                 return False
             i = backwards - 1
             if kind == 1:
-                _note_split(t.split, S, m, s, i)
+                note_split(t.split, S, m, s, i)
         at = code * m + t.order[i]
         change = t.changes[at]
         if kind >= 2 and t.set_bytes[s] > 0:

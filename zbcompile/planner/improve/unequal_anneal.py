@@ -12,8 +12,9 @@ from typing import Any
 
 from zbcompile.planner.core.compiled import Vector, jit, vector
 from zbcompile.planner.core.instance import Codes
+from zbcompile.planner.core.kernel import evaluate_unequal
 from zbcompile.planner.core.tables import EXPONENTIAL, pack, unpack
-from zbcompile.planner.core.unequal import UnequalScorer, evaluate_unequal, stays_legal_unequal
+from zbcompile.planner.core.unequal import UnequalScorer, stays_legal_unequal
 from zbcompile.planner.improve.anneal import JUMPS
 from zbcompile.schedule.problem import Problem
 
