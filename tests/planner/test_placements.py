@@ -15,7 +15,7 @@ from zbcompile.planner.core.instance import to_codes, to_schedule
 from zbcompile.planner.incumbent import Progress
 from zbcompile.planner.placements import contiguous, placements_for, plan_auto
 from zbcompile.planner.plan import plan
-from zbcompile.planner.starts.coarse import coarse_problem, taken_apart
+from zbcompile.planner.starts.other_problems import coarse_problem, taken_apart
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement

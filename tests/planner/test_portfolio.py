@@ -22,9 +22,8 @@ from zbcompile.planner.placements import plan_auto
 from zbcompile.planner.plan import plan
 from zbcompile.planner.portfolio import NAMES, PORTFOLIO, QUICK
 from zbcompile.planner.run import Effort, Options, PartRun, Run
-from zbcompile.planner.starts.coarse import Coarse
 from zbcompile.planner.starts.initial import OneAtATime
-from zbcompile.planner.starts.short import Short
+from zbcompile.planner.starts.other_problems import Coarse, Short
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement

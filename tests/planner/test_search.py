@@ -24,7 +24,7 @@ from zbcompile.planner.plan import plan
 from zbcompile.planner.starts import classic
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.planner.starts.offset_keys import mutate, standard_offset_keys, waves_of
-from zbcompile.planner.starts.stretch import short_instance, stretch
+from zbcompile.planner.starts.stretch import stretch
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -189,9 +189,8 @@ def test_a_stretched_order_keeps_its_bubble() -> None:
     assert all(fits(instance, codes) for codes in found)
     measured = evaluate(instance, found[0])
     assert measured is not None
-    assert measured[1] - instance.work(0) <= solution.certificate.value_ns - short_instance(
-        instance, 12
-    ).work(0)
+    idle = solution.certificate.value_ns - Instance.of(short).work(0)
+    assert measured[1] - instance.work(0) <= idle
 
 
 def test_fused_backwards_are_stretched() -> None:
@@ -204,7 +203,7 @@ def test_fused_backwards_are_stretched() -> None:
     after = evaluate(instance, found[0])
     assert before is not None
     assert after is not None
-    assert after[0] - instance.work(0) == before[0] - short_instance(instance, 24).work(0)
+    assert after[0] - instance.work(0) == before[0] - replace(instance, num_microbatches=24).work(0)
 
 
 @pytest.mark.parametrize("name", ["V-Half", "DualPipeV"])

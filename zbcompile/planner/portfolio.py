@@ -15,12 +15,10 @@ from zbcompile.planner.improve.fuse import RuleOfThumb, SplitOrFuse
 from zbcompile.planner.improve.halving import Anneal, AnnealOn, Fold
 from zbcompile.planner.improve.redispatch import Redispatch
 from zbcompile.planner.parts import AnalyticBound, Part
-from zbcompile.planner.starts.coarse import Coarse
 from zbcompile.planner.starts.initial import Classic, ListSchedules, OneAtATime
 from zbcompile.planner.starts.offset_key_orders import OffsetKeyOrders
-from zbcompile.planner.starts.other_mode import OtherMode
+from zbcompile.planner.starts.other_problems import Coarse, OtherMode, Short
 from zbcompile.planner.starts.rounds import RoundOrders
-from zbcompile.planner.starts.short import Short
 from zbcompile.planner.starts.v_list import VList
 from zbcompile.planner.unequal import PERMUTE
 

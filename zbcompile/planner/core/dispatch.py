@@ -15,10 +15,30 @@ from zbcompile.planner.core.compiled import Vector, jit, vector
 from zbcompile.planner.core.instance import Codes, Instance
 from zbcompile.planner.core.tables import Tables, unpack
 
-__all__ = ["Dispatcher", "dispatch_pays"]
+__all__ = ["Dispatcher", "arrival_of", "dispatch_pays"]
 
 _FAR = 1 << 60
 _MOST_STEPS = 30_000_000
+
+
+@jit
+def arrival_of(t: Tables, code: int, i: int, ends: Vector) -> int:
+    """Return when the messages for an F or B are there, or -1 if one of them has not been sent yet."""
+    S, m = t.num_stages, t.num_microbatches
+    latest = 0
+    if code < S:
+        for e in range(t.forward_at[code], t.forward_at[code + 1]):
+            end = ends[t.forward_from[e] * m + i]
+            if end < 0:
+                return -1
+            latest = max(latest, end + t.forward_lag[e])
+        return latest
+    for e in range(t.backward_at[code - S], t.backward_at[code - S + 1]):
+        end = ends[(S + t.backward_from[e]) * m + i]
+        if end < 0:
+            return -1
+        latest = max(latest, end + t.backward_lag[e])
+    return latest
 
 
 @jit
@@ -57,27 +77,13 @@ def _candidate(
                             most = max(most, forwards + t.peak[S + t.own[d]])
                     if held[r] + most > t.headroom[r]:
                         continue
-                    blocked = False
-                    for a in range(t.forward_at[s], t.forward_at[s + 1]):
-                        end = ends[t.forward_from[a] * m + i]
-                        if end < 0:
-                            blocked = True
-                        ready = max(ready, end + t.forward_lag[a])
-                    if blocked:
-                        continue
-                elif kind == 1:
-                    if i >= done[s] or held[r] + t.peak[code] > t.headroom[r]:
-                        continue
-                    blocked = False
-                    for a in range(t.backward_at[s], t.backward_at[s + 1]):
-                        end = ends[(S + t.backward_from[a]) * m + i]
-                        if end < 0:
-                            blocked = True
-                        ready = max(ready, end + t.backward_lag[a])
-                    if blocked:
-                        continue
-                elif i >= done[S + s] or held[r] + t.peak[code] > t.headroom[r]:
+                elif i >= done[code - S] or held[r] + t.peak[code] > t.headroom[r]:
                     continue
+                if kind < 2:
+                    arrival = arrival_of(t, code, i, ends)
+                    if arrival < 0:
+                        continue
+                    ready = max(ready, arrival)
                 length = t.length[code]
                 if kind == 2:
                     length = length * share // 100
@@ -128,18 +134,13 @@ def _run(
         kind = code // S
         s = code - kind * S
         i = done[code]
-        start = free[r]
-        if kind == 0:
-            for a in range(t.forward_at[s], t.forward_at[s + 1]):
-                start = max(start, ends[t.forward_from[a] * m + i] + t.forward_lag[a])
-        elif kind == 1:
-            for a in range(t.backward_at[s], t.backward_at[s + 1]):
-                start = max(start, ends[(S + t.backward_from[a]) * m + i] + t.backward_lag[a])
-        free[r] = start + t.length[code]
+        if kind < 2:
+            free[r] = max(free[r], arrival_of(t, code, i, ends))
+        free[r] += t.length[code]
         held[r] += t.memory[code]
         done[code] += 1
         if kind < 2:
-            ends[(kind * S + s) * m + i] = free[r]
+            ends[code * m + i] = free[r]
         line[free[p + r]] = code
         free[p + r] += 1
         placed += 1

@@ -6,19 +6,28 @@ have arrived and its own sends were taken. So a rank is held until the ranks tha
 receives posted ahead. A choice that would close a circle of ranks, each held by the next, is not made.
 
 The order is timed by the clock of the send mode afterwards: receives that share a channel, or join an
-exchange across W's, may make it a little longer than here.
+exchange across W's, may make it a little longer than here. An order for another send mode is dispatched anew
+with its times as keys, which are then evolved (`dispatched_anew`).
 """
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
-from zbcompile.planner.core.instance import BW, B, Codes, F, Op, W
+from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, Op, W
+from zbcompile.planner.core.latest_starts import latest_starts
 from zbcompile.planner.core.times import Clock
+from zbcompile.planner.incumbent import Order
+from zbcompile.planner.run import Run
+from zbcompile.schedule.problem import Problem
 
-__all__ = ["Keys", "Priorities", "held_dispatch"]
+__all__ = ["Priorities", "dispatched_anew", "held_dispatch"]
 
+_LATE = (0, 2, -3, 30)
+"""How many W's later than in the order W's are due."""
 
 Keys = tuple[tuple[tuple[int, ...], ...], ...]
 """Keys of F's, B's and W's, by stage and microbatch."""
@@ -234,3 +243,97 @@ class _Dispatch:
 def _as_user(op: Op) -> Op:
     """Return an action by the name under which messages are for it."""
     return (B, *op[1:]) if op[0] == BW else op
+
+
+def dispatched_anew(
+    run: Run, problem: Problem, order: Order, rng: random.Random, name: str
+) -> Iterator[Order]:
+    """Yield orders that are shorter than those before: the order's times are keys, evolved by small changes.
+
+    Parameters
+    ----------
+    run
+        The run under a mode that holds ranks.
+    problem
+        The problem under the mode of the order.
+    order
+        The order.
+    rng
+        Decides the changes.
+    name
+        The part's name.
+    """
+    instance, clock = run.instance, run.incumbent.clock
+    m, count = instance.num_microbatches, instance.num_stages
+    longest = max(*instance.forward, *instance.backward, *instance.weight)
+    keys = _keys(Instance.of(problem), order)
+    first = [
+        Priorities(
+            _shifted(keys, {(W, s): late * longest for s in range(count)}), (few,) * count, (fused,) * count
+        )
+        for late in _LATE
+        for few in sorted({max(1, m // 2), m})
+        for fused in ((0, 0), (0, m))
+    ]
+    pool: list[tuple[tuple[int, int], Priorities]] = []
+    for k in range(len(first) + run.effort.dispatches // 8):
+        if run.over() or (k >= len(first) and not pool):
+            return
+        if k < len(first):
+            chosen = first[k]
+        else:
+            chosen = _changed(pool[rng.randrange(min(4, len(pool)))][1], longest, m, rng)
+        codes = held_dispatch(clock, chosen)
+        score = None if codes is None else clock.score(codes)
+        if codes is None or score is None or any(score == known for known, _ in pool):
+            continue
+        if not pool or score < pool[0][0]:
+            yield order.then(f"{name} dispatch", codes)
+        pool = sorted([*pool, (score, chosen)], key=lambda entry: entry[0])[:12]
+
+
+def _keys(instance: Instance, order: Order) -> Keys:
+    """Return the latest starts of an order by kind, stage and microbatch; a W that it fuses is due last."""
+    starts = {
+        (B if kind == BW else kind, s, i): start
+        for (kind, s, i), start in latest_starts(instance, order.codes).items()
+    }
+    last, counted = max(starts.values()), range(instance.num_microbatches)
+    return tuple(
+        tuple(tuple(starts.get((kind, s, i), last) for i in counted) for s in range(instance.num_stages))
+        for kind in (F, B, W)
+    )
+
+
+def _shifted(keys: Keys, shifts: dict[tuple[int, int], int]) -> Keys:
+    """Return the keys with those of some (kind, stage) moved by some ns."""
+    return tuple(
+        tuple(tuple(key + shifts.get((kind, s), 0) for key in row) for s, row in enumerate(rows))
+        for kind, rows in enumerate(keys)
+    )
+
+
+def _changed(priorities: Priorities, longest: int, m: int, rng: random.Random) -> Priorities:
+    """Return the priorities with one to three changes.
+
+    The keys of one kind move, for one stage or some neighbouring ones; one stage's microbatches in flight
+    change by one; or what is fused changes, for one stage or for all.
+    """
+    count = len(priorities.in_flight)
+    for _ in range(rng.randint(1, 3)):
+        dice, s = rng.random(), rng.randrange(count)
+        if dice < 0.55:
+            kind, step = rng.choice((F, B, W)), rng.choice((-3, -2, -1, 1, 2, 3)) * longest // 2
+            end = s + 1 if dice < 0.35 else rng.randint(s + 1, count)
+            keys = _shifted(priorities.keys, {(kind, other): step for other in range(s, end)})
+            priorities = replace(priorities, keys=keys)
+        elif dice < 0.75:
+            in_flight = list(priorities.in_flight)
+            in_flight[s] = max(1, min(m, in_flight[s] + rng.choice((-1, 1))))
+            priorities = replace(priorities, in_flight=tuple(in_flight))
+        else:
+            low, high = sorted((rng.choice((0, 1, 2, m // 2, m)), rng.choice((0, m // 2, m - 2, m - 1, m))))
+            every = rng.random() < 0.3
+            fused = [(low, high) if every or k == s else old for k, old in enumerate(priorities.fused)]
+            priorities = replace(priorities, fused=tuple(fused))
+    return priorities

@@ -22,7 +22,7 @@ from zbcompile.planner.starts.offset_keys import (
     standard_offset_keys,
     waves_of,
 )
-from zbcompile.planner.starts.short import is_long
+from zbcompile.planner.starts.other_problems import is_long
 
 __all__ = ["OffsetKeyOrders", "block_orders", "dispatched_orders", "offset_key_orders", "standard_orders"]
 

@@ -6,6 +6,7 @@ Plain loops over flat arrays that numba compiles where it is installed (`zbcompi
 from __future__ import annotations
 
 from zbcompile.planner.core.compiled import Vector, jit
+from zbcompile.planner.core.dispatch import arrival_of
 from zbcompile.planner.core.tables import Tables
 
 __all__ = ["ALTERNATE", "B_FIRST", "F_FIRST", "place_rounds"]
@@ -14,26 +15,6 @@ ALTERNATE, B_FIRST, F_FIRST = 0, 1, 2
 """What runs where an F and a B are both ready."""
 
 _FAR = 1 << 60
-
-
-@jit
-def _arrival(t: Tables, code: int, i: int, ends: Vector) -> int:
-    """Return when the messages for an F or B are there, or -1 if one of them has not been sent yet."""
-    S, m = t.num_stages, t.num_microbatches
-    latest = 0
-    if code < S:
-        for e in range(t.forward_at[code], t.forward_at[code + 1]):
-            end = ends[t.forward_from[e] * m + i]
-            if end < 0:
-                return -1
-            latest = max(latest, end + t.forward_lag[e])
-        return latest
-    for e in range(t.backward_at[code - S], t.backward_at[code - S + 1]):
-        end = ends[(S + t.backward_from[e]) * m + i]
-        if end < 0:
-            return -1
-        latest = max(latest, end + t.backward_lag[e])
-    return latest
 
 
 @jit
@@ -73,7 +54,7 @@ def _choose(
     if forwards < own * m:
         pair = _next_forward(t, r, forwards, first, size)
         s = pair // m
-        arrival = _arrival(t, s, pair - s * m, ends)
+        arrival = arrival_of(t, s, pair - s * m, ends)
         if arrival >= 0 and forwards - backwards < most[r]:
             if arrival > now:
                 coming = arrival
@@ -87,7 +68,7 @@ def _choose(
         i = done[S + s]
         if i >= done[s]:
             continue
-        arrival = _arrival(t, S + s, i, ends)
+        arrival = arrival_of(t, S + s, i, ends)
         if arrival < 0:
             continue
         if arrival > now:

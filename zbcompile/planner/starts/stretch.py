@@ -10,12 +10,7 @@ from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, Op, W
 from zbcompile.planner.core.latest_starts import latest_starts
 from zbcompile.planner.core.scorer import Scorer
 
-__all__ = ["short_instance", "stretch"]
-
-
-def short_instance(instance: Instance, count: int) -> Instance:
-    """Return the same problem with fewer microbatches."""
-    return replace(instance, num_microbatches=count)
+__all__ = ["stretch"]
 
 
 def stretch(
@@ -49,7 +44,7 @@ def stretch(
     list of Codes
         At most four.
     """
-    short = short_instance(instance, count)
+    short = replace(instance, num_microbatches=count)
     starts = latest_starts(short, codes)
     extra = instance.num_microbatches - count
     dispatcher = None if any(kind == BW for kind, _, _ in starts) else Dispatcher(instance)
