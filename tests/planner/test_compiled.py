@@ -41,7 +41,7 @@ sys.modules["numba"] = None
 from tests.planner.test_compiled import V
 from zbcompile.planner.core.dispatch import Dispatcher
 from zbcompile.planner.core.instance import B, F, Instance, W
-from zbcompile.planner.core.latest_starts import latest_starts
+from zbcompile.planner.core.score import latest_starts
 from zbcompile.planner.core.score import value_of
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts.classic import orders_for

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tests.support.planner_cases import random_placement, random_problem, v_problem
 from zbcompile.planner.core.dispatch import Dispatcher
 from zbcompile.planner.core.instance import Instance, to_codes, to_schedule
-from zbcompile.planner.core.latest_starts import latest_row_starts
-from zbcompile.planner.core.score import evaluate, fits
+from zbcompile.planner.core.score import evaluate, fits, latest_row_starts
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.improve.redispatch import redispatched

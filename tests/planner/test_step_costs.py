@@ -17,8 +17,7 @@ from zbcompile.planner.certify.certificate import explain, verify
 from zbcompile.planner.core.compiled import vector
 from zbcompile.planner.core.early_reductions import with_early_reductions
 from zbcompile.planner.core.instance import Instance, to_codes, to_schedule
-from zbcompile.planner.core.latest_starts import latest_row_starts
-from zbcompile.planner.core.score import evaluate, value_of
+from zbcompile.planner.core.score import evaluate, latest_row_starts, value_of
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.core.times import Clock
 from zbcompile.planner.core.unequal import UnequalScorer

@@ -9,8 +9,7 @@ import pytest
 from tests.support.planner_cases import brute_force, random_problem
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.core.instance import Instance
-from zbcompile.planner.core.latest_starts import latest_starts
-from zbcompile.planner.core.score import fits
+from zbcompile.planner.core.score import fits, latest_starts
 from zbcompile.planner.exact.model import ask_below, refute, solve_exact
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost

@@ -1,4 +1,4 @@
-"""Span, makespan and memory of an order in plain Python: the oracle of the compiled scorer.
+"""Times and memory of an order in plain Python: the oracle of the compiled scorer.
 
 Equal to `zbcompile.schedule.simulate` by test, for sends that never hold up their rank.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
+from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, Op, W, numbered
 
-__all__ = ["evaluate", "fits", "value_of"]
+__all__ = ["evaluate", "fits", "latest_row_starts", "latest_starts", "value_of"]
 
 
 def fits(instance: Instance, codes: Codes) -> bool:
@@ -60,11 +60,37 @@ def _fits_with_sets(instance: Instance, row: list[tuple[int, int]], headroom: in
 
 
 def evaluate(instance: Instance, codes: Codes) -> tuple[int, int] | None:
-    """Return (span, makespan) in ns under asynchronous sends, or ``None`` if the ranks deadlock.
+    """Return (span, makespan) in ns under asynchronous sends, or ``None`` if the ranks deadlock."""
+    timed = _timed(instance, codes)
+    if timed is None:
+        return None
+    _, firsts, ends = timed
+    return max(end - first for end, first in zip(ends, firsts, strict=True)), max(ends)
+
+
+def latest_row_starts(instance: Instance, codes: Codes) -> list[list[int]]:
+    """Return the start in ns of every action of an order without deadlock, rank by rank.
+
+    Every rank ends as early as possible, with its reductions, and every start is as late as these ends allow.
+    """
+    timed = _timed(instance, codes)
+    if timed is None:
+        raise ArithmeticError("a deadlocked order has no starts")
+    return timed[0]
+
+
+def latest_starts(instance: Instance, codes: Codes) -> dict[Op, int]:
+    """Return the same starts by (kind, stage, microbatch)."""
+    rows = zip(numbered(codes), latest_row_starts(instance, codes), strict=True)
+    return {op: start for ops, starts in rows for op, start in zip(ops, starts, strict=True)}
+
+
+def _timed(instance: Instance, codes: Codes) -> tuple[list[list[int]], list[int], list[int]] | None:
+    """Return latest starts of all actions, and begin and end of every rank; ``None`` on deadlock.
 
     All ranks run forward as far as their messages are there, until none gets further. Then the trail is
-    walked backwards, which starts every rank's first action as late as the ends allow. What stages cost once
-    a step is counted as `zbcompile.planner.core.step_costs` says.
+    walked backwards, which starts all as late as the ends allow. What stages cost once a step is counted as
+    `zbcompile.planner.core.step_costs` says.
     """
     steps = instance.steps
     gathers = [0] * instance.num_ranks
@@ -124,6 +150,7 @@ def evaluate(instance: Instance, codes: Codes) -> tuple[int, int] | None:
         for end, stages in zip(ends_of_work, instance.stages_of, strict=True)
     ]
     limit: list[dict[tuple[int, int], int]] = [{}, {}]
+    starts: list[list[int]] = [[] for _ in codes]
     for rank, kind, s, i in reversed(trail):
         if kind in (W, BW):
             weights_left[s] += 1
@@ -132,18 +159,19 @@ def evaluate(instance: Instance, codes: Codes) -> tuple[int, int] | None:
                 late[rank] = min(late[rank], channel[rank])
         if kind == W:
             late[rank] -= times[W][s]
+            starts[rank].append(late[rank])
             continue
         side = F if kind == F else B
         start = min(late[rank], limit[side].get((s, i), late[rank])) - times[kind][s]
         late[rank] = start
+        starts[rank].append(start)
         if kind == F and i == 0 and steps.gather[s]:
             gathers[rank] = min(gathers[rank], start) - steps.gather[s]
         for before, other, lag in waits[side][s]:
             key = (other, i)
             limit[before][key] = min(limit[before].get(key, start - lag), start - lag)
     rank_ends = [end + update for end, update in zip(ends_of_work, steps.update, strict=True)]
-    span = max(end - first for end, first in zip(rank_ends, map(min, late, gathers), strict=True))
-    return span, max(rank_ends)
+    return [row[::-1] for row in starts], list(map(min, late, gathers)), rank_ends
 
 
 def value_of(instance: Instance, codes: Codes) -> int | None:

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from ortools.sat.python import cp_model
 
 from zbcompile.planner.core.instance import Codes, Fusing, Instance
-from zbcompile.planner.core.latest_starts import latest_row_starts
 from zbcompile.planner.core.paths import NO_PATH, Paths
-from zbcompile.planner.core.score import fits, value_of
+from zbcompile.planner.core.score import fits, latest_row_starts, value_of
 from zbcompile.planner.core.times import Clock
 from zbcompile.planner.exact.memory_model import add_memory
 from zbcompile.planner.exact.message_model import add_messages

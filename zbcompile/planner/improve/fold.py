@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
-from zbcompile.planner.core.latest_starts import latest_row_starts
+from zbcompile.planner.core.score import latest_row_starts
 from zbcompile.planner.core.scorer import Scorer
 
 __all__ = ["Folded", "fold"]

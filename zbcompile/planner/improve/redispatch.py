@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from zbcompile.planner.core.dispatch import Dispatcher, dispatch_pays
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W, is_chain
-from zbcompile.planner.core.latest_starts import latest_starts
+from zbcompile.planner.core.score import latest_starts
 from zbcompile.planner.core.scorer import Scored, Scorer
 from zbcompile.planner.core.tables import unpack
 from zbcompile.planner.incumbent import Order

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, Op, W
-from zbcompile.planner.core.latest_starts import latest_starts
+from zbcompile.planner.core.score import latest_starts
 from zbcompile.planner.core.times import Clock
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.run import Run

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zbcompile.planner.core.dispatch import Dispatcher
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, Op, W
-from zbcompile.planner.core.latest_starts import latest_starts
+from zbcompile.planner.core.score import latest_starts
 from zbcompile.planner.core.scorer import Scorer
 
 __all__ = ["stretch"]
