@@ -1,7 +1,8 @@
 """Measure what stages cost: times of F, B, W and BW on this machine, bytes from the graphs.
 
 ``tuple[StageGraphs] + one microbatch --> Profile``. Contract in: stages with weights. Contract out: every
-time is the median of several runs after a warm-up, on the real inputs of the stage; bytes are exact.
+time is the median of several runs after a warm-up, on the real inputs of the stage; bytes are exact. Where
+the runs differ widely, a warning says so, and the profile's source does.
 Parameters, buffers and random state are left as they were.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
@@ -17,6 +19,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from zbcompile.passes.profile.spread import Spread, spread_of, warning_text, widest
 from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.runtime.wiring import RunnableStage, Wiring
 from zbcompile.schedule.costs import Edge, Profile, StageCost
@@ -59,18 +62,25 @@ def measure(
     """
     values: dict[str, Tensor] = {}
     costs, limit_s = [], math.inf if together else _SECONDS_PER_STAGE
+    spreads: list[Spread | None] = []
     with torch.no_grad(), torch.random.fork_rng():
         for k, stage in enumerate(stages):
             inputs = [
                 microbatch[p.source[1]] if p.source[0] == "batch" else values[p.name] for p in stage.inputs
             ]
             ways = (stage, *(others[k] if others else ()))
-            outputs, times = _time_stage(ways, state, inputs, repeats, limit_s)
+            outputs, samples = _time_stage(ways, state, inputs, repeats, limit_s)
+            times = [_medians(way, found) for way, found in zip(ways, samples, strict=True)]
+            spreads += (spread_of(k, found) for found in samples)
             values.update({p.name: t for p, t in zip(stage.outputs, outputs, strict=True)})
             own = sum(state[n].nbytes for n in stage.trainable)
             costs.append(cost_of(ways, times, static_bytes_of(stage, state), own))
     device = stages[0].inputs[0].device if stages[0].inputs else "cpu"
     source = f"measured on {device}, torch {torch.__version__}"
+    spread = widest(spreads)
+    if spread is not None:
+        warnings.warn(warning_text(spread, torch.get_num_threads()), RuntimeWarning, stacklevel=2)
+        source = f"{source}; repeated times differ widely: {spread}"
     return Profile(tuple(costs), edges_of(stages), source=source)
 
 
@@ -142,8 +152,8 @@ def _time_stage(
     inputs: list[Tensor],
     repeats: int,
     limit_s: float,
-) -> tuple[list[Tensor], list[tuple[int, int, int, int]]]:
-    """Return the stage's outputs, and for each way the median times of F, B, W and BW in ns."""
+) -> tuple[list[Tensor], list[list[tuple[int, int, int, int]]]]:
+    """Return the stage's outputs, and for each way and run the times of F, B, W and BW in ns."""
     samples: list[list[tuple[int, int, int, int]]] = [[] for _ in ways]
     began = time.perf_counter()
     outputs: list[Tensor] = []
@@ -154,7 +164,7 @@ def _time_stage(
                 found.append(times)
         if turn and time.perf_counter() - began > limit_s:
             break
-    return outputs, [_medians(way, found) for way, found in zip(ways, samples, strict=True)]
+    return outputs, samples
 
 
 def _medians(stage: StageGraphs, samples: Sequence[tuple[int, int, int, int]]) -> tuple[int, int, int, int]:

@@ -43,6 +43,7 @@ def test_every_section_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not [path for path in tmp_path.iterdir() if path != file]
     jsonschema.validate(json.loads(file.read_text()), json.loads(schema_text("selftest")))
     assert "gpt2, after F: bytes predicted" in out
+    assert all("ratios say nothing about a GPU" in text for text in (out, err))
     assert all(f"{name}: " in err for name in ("bits", "nccl"))
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["add_options", "run"]
 
 _TIME_LIMIT_S = 300.0
+_ON_A_CPU = "on a CPU: times and their ratios say nothing about a GPU; only that every line runs is tested"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     def tell(report: SelfTestReport) -> None:
         last = report.sections[-1]
+        if device == "cpu" and len(report.sections) == 1:
+            say(_ON_A_CPU)
         say(f"{last.name}: {last.verdict} in {last.wall_ns / 1e9:.1f} s")
         if arguments.output is not None and not to_output:
             arguments.output.write(selftest_json.dumps(report))
@@ -79,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _lines(report: SelfTestReport) -> Iterator[str]:
     """Yield the report for people: the machine, the sections with their figures, the verdicts."""
     yield f"self-test on {report.device}, {report.size} size"
+    if report.device == "cpu":
+        yield _ON_A_CPU
     yield from (f"  {name}: {value}" for name, value in report.versions.items())
     for section in report.sections:
         yield ""
