@@ -211,12 +211,12 @@ class CompileOptions:
         for name in ("fixed_branches", "kept_gradients", "post_validation"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} must be True or False", given=repr(getattr(self, name)))
-        beside = [name for name in ("plan_group", "mesh", "data_group") if getattr(self, name) is not None]
-        if self.post_validation and beside:
+        if self.post_validation and self.plan_group is not None:
             raise UsageError(
-                "post_validation is for one pipeline by itself: several would not undo a step together",
-                where=beside[0],
-                fix="leave out one of the two",
+                "post_validation is for one pipeline or one mesh: pipelines that share no more than a plan "
+                "would not undo a step together",
+                where="plan_group",
+                fix="leave out one of the two, or give mesh= with dimensions pp and dp",
             )
         _check_name("objective", self.objective, OBJECTIVES)
         _check_name("transport", self.transport, TRANSPORTS)

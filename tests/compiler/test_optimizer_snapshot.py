@@ -207,8 +207,22 @@ def test_the_plan_counts_the_snapshot_once() -> None:
         compiled(Chain(), post_validation=1)
 
 
-@pytest.mark.parametrize("beside", ["plan_group", "mesh", "data_group"])
-def test_several_pipelines_are_refused(beside: str) -> None:
-    given = {"group": object()} if beside == "data_group" else {}
-    with pytest.raises(UsageError, match=rf"post_validation is for one pipeline by itself.*\({beside}\)"):
-        CompileOptions(model=Chain(), num_stages=2, post_validation=True, **given, **{beside: object()})  # type: ignore[arg-type]
+def test_pipelines_that_share_only_a_plan_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"post_validation is for one pipeline or one mesh.*\(plan_group\)"):
+        CompileOptions(model=Chain(), num_stages=2, post_validation=True, plan_group=object())  # type: ignore[arg-type]
+
+
+def test_the_snapshot_of_wider_gradients_is_counted() -> None:
+    """SGD with Nesterov's momentum: a copy of the parameters, of its momentum and of its gradients."""
+    options: dict[str, Any] = {"gradient_dtype": torch.float32, "dtype": torch.bfloat16}
+    pipeline, counted = (
+        compiled(Chain().to(torch.bfloat16), post_validation=later, **options) for later in (False, True)
+    )
+    charged = sum(s.static_bytes for s in counted.profile.stages)
+    charged -= sum(s.static_bytes for s in pipeline.profile.stages)
+    optimizer = optim.SGD(pipeline.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    for parameter in pipeline.parameters():
+        parameter.grad_dtype = torch.float32
+        parameter.grad = torch.ones(parameter.shape)
+        optimizer.state[parameter]["momentum_buffer"] = torch.ones(parameter.shape)
+    assert Snapshot([optimizer]).num_bytes == charged

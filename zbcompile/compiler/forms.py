@@ -25,6 +25,7 @@ from zbcompile.compiler.peers import (
     reduced_stages,
     refuse_changed_buffers,
     refuse_peers,
+    refuse_trials,
     require_one_plan,
     require_own_groups,
     sharded_stages,
@@ -183,6 +184,8 @@ def _check_job(
     require_own_groups(staged, group)
     refuse_changed_buffers(group, staged)
     refuse_unshardable(options, staged, group)
+    if options.post_validation:
+        refuse_trials(staged)
 
 
 def further_form(

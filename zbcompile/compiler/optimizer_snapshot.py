@@ -2,6 +2,7 @@
 
 A step of these optimizers changes parameters that have a gradient, its own state of them, and, for some, the
 gradients; no buffers, no options and no random state. (Inverse arithmetic would not give the same bits.)
+Of weights that replicas share it is this process's part.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.optim import (
     Rprop,
 )
 
+from zbcompile.compiler.sharding import local
 from zbcompile.errors import UsageError
 from zbcompile.runtime import torch_private
 
@@ -92,14 +94,14 @@ class Snapshot:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = tuple(optimizers)
         parameters = list(_with_gradient(optimizers))
-        self._values = [(parameter, parameter.detach().clone()) for parameter in parameters]
+        self._values = [_with_copy(parameter) for parameter in parameters]
         self._states = [
             (optimizer, parameter, _copied(optimizer.state.get(parameter)))
             for optimizer in optimizers
             for parameter in _with_gradient([optimizer])
         ]
         self._gradients = [
-            (parameter.grad, parameter.grad.clone())
+            _with_copy(parameter.grad)
             for optimizer in optimizers
             if _changes_gradients(optimizer)
             for parameter in _with_gradient([optimizer])
@@ -110,9 +112,8 @@ class Snapshot:
     def num_bytes(self) -> int:
         """Bytes of all copies."""
         values = [kept for _, kept in (*self._values, *self._gradients)]
-        states = [value for _, _, state in self._states for value in (state or {}).values()]
-        values += [kept for _, kept in states if isinstance(kept, Tensor)]
-        return sum(kept.nbytes for kept in values)
+        states = [pair for _, _, state in self._states for _, pair in (state or {}).values()]
+        return sum(kept.nbytes for kept in (*values, *(pair[1] for pair in states if pair is not None)))
 
     def roll_back(self) -> None:
         """Undo the step."""
@@ -124,7 +125,7 @@ class Snapshot:
             state = optimizer.state[parameter]
             state.clear()
             state.update({name: value for name, (value, _) in before.items()})
-            pairs += [(value, kept) for value, kept in before.values() if isinstance(value, Tensor)]
+            pairs += [pair for _, pair in before.values() if pair is not None]
         if pairs:
             torch_private.copy_all([value for value, _ in pairs], [kept for _, kept in pairs])
 
@@ -162,11 +163,17 @@ def _copied_options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
 
 
-def _copied(state: Mapping[str, Any] | None) -> dict[str, tuple[Any, Any]] | None:
-    """Return the entries of a state, each with a copy where it is a tensor."""
+def _copied(state: Mapping[str, Any] | None) -> dict[str, tuple[Any, tuple[Tensor, Tensor] | None]] | None:
+    """Return the entries of a state; of a tensor also its values here, and a copy of them."""
     if state is None:
         return None
     return {
-        name: (value, value.detach().clone() if isinstance(value, Tensor) else value)
+        name: (value, _with_copy(value) if isinstance(value, Tensor) else None)
         for name, value in state.items()
     }
+
+
+def _with_copy(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what this process has of a tensor, and a copy of it."""
+    own = local(tensor.detach())
+    return own, own.clone()

@@ -18,6 +18,7 @@ __all__ = [
     "reduced_stages",
     "refuse_changed_buffers",
     "refuse_peers",
+    "refuse_trials",
     "require_one_plan",
     "require_own_groups",
     "sharded_stages",
@@ -114,6 +115,26 @@ def refuse_peers(staged: StagedModel, what: str, fix: str) -> None:
             where=f"stage {stage}",
             given=f"a group of the processes {sorted(members_of(name))}",
             fix=fix,
+        )
+
+
+def refuse_trials(staged: StagedModel) -> None:
+    """Refuse steps on trial (``post_validation``) where stages exchange data while they run.
+
+    A rank that knows that a step is void runs no stage any more; a peer that does not know it yet would wait.
+
+    Raises
+    ------
+    UsageError
+        Names the first such stage.
+    """
+    for name, stage in _groups(staged).items():
+        raise UsageError(
+            "post_validation leaves out the rest of a step that is undone, and peers might wait for the "
+            f"collective of stage {stage} in it",
+            where=f"stage {stage}",
+            given=f"a group of the processes {sorted(members_of(name))}",
+            fix="compile without post_validation, or without collectives in stages (tp)",
         )
 
 

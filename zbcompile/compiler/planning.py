@@ -23,7 +23,13 @@ from zbcompile.errors import CheckError, InfeasibleError, NoOrderError, UsageErr
 from zbcompile.formats import schedule_json
 from zbcompile.options import CompileOptions
 from zbcompile.passes.profile.counted import counted_profile
-from zbcompile.passes.profile.measure import edges_of, measure, snapshot_bytes, static_bytes_of
+from zbcompile.passes.profile.measure import (
+    OPTIMIZER_SLOTS,
+    edges_of,
+    measure,
+    snapshot_bytes,
+    static_bytes_of,
+)
 from zbcompile.passes.split.recompute import AUTO
 from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.passes.split.staged_model import StagedModel
@@ -305,8 +311,11 @@ def _counting_snapshot(profile: Profile, options: CompileOptions, staged: Staged
         return profile
     state, stages = staged.captured.state, []
     for stage, cost in zip(staged.stages, profile.stages, strict=True):
-        held = static_bytes_of(stage, state) + _wider_bytes(stage, options, staged)
-        needed = held + snapshot_bytes(sum(state[name].nbytes for name in stage.trainable))
+        # The state of some optimizers, and gradients that some change (Nesterov), are as wide as gradients.
+        wider = _wider_bytes(stage, options, staged)
+        held = static_bytes_of(stage, state) + wider
+        copied = snapshot_bytes(sum(state[name].nbytes for name in stage.trainable))
+        needed = held + copied + OPTIMIZER_SLOTS * wider
         stages.append(replace(cost, static_bytes=max(cost.static_bytes, needed)))
     return replace(profile, stages=tuple(stages))
 

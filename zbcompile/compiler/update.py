@@ -28,6 +28,7 @@ from zbcompile.compiler.norms import (
 )
 from zbcompile.compiler.optimizer_snapshot import Options, Snapshot
 from zbcompile.compiler.parts import Parts
+from zbcompile.compiler.sharding import local
 from zbcompile.errors import PipelineError, UsageError, ZBCompileError
 from zbcompile.passes.torch_private import version_of
 from zbcompile.runtime.group import PipelineGroup
@@ -191,6 +192,12 @@ def step_now(
     return Update(lambda: True, lambda: outcome, lambda: None)
 
 
+def _state_of(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return numbers that change with every change of a parameter in place, and with its memory."""
+    own = local(parameter)
+    return version_of(parameter), version_of(own), own.data_ptr()
+
+
 def _clip(parameters: Iterable[nn.Parameter], asked: Asked, outcome: Outcome) -> None:
     if outcome.clips and asked.max_norm is not None:
         clip(parameters, asked.max_norm, outcome.norm)
@@ -254,7 +261,7 @@ class PostValidation(Trial):
         self._gradients = [(p, p.grad) for p in own.values() if p.grad is not None]
         for parameter, _ in self._gradients:
             parameter.grad = None
-        self._versions = {name: (p, version_of(p)) for name, p in own.items()}
+        self._versions = {name: (p, _state_of(p)) for name, p in own.items()}
         self._groups = [optimizer.param_groups for optimizer in optimizers]
 
     def void(self, wait: bool) -> bool:
@@ -277,12 +284,12 @@ class PostValidation(Trial):
         Raises
         ------
         UsageError
-            Names it. What is written through ``param.data`` cannot be seen.
+            Names it. What is written into ``param.data`` cannot be seen; that it was replaced can.
         """
         if self.settled:
             return
         for name, (parameter, version) in self._versions.items():
-            if version_of(parameter) != version:
+            if _state_of(parameter) != version:
                 raise UsageError(
                     "a parameter was changed while the optimizer's step was not validated",
                     where=name,

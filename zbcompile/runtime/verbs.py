@@ -232,7 +232,8 @@ class Rank:
         for stage in stages:
             self.reduce_grad(stage)
         tickets: list[Ticket] = list(self._reducing.values())
-        if self.sums.totals:
+        tied: dict[str, Tensor] = {}
+        if self.sums.totals:  # else nothing was summed: the step is void, or trains nothing here
             tied = yield from sum_tied(self.spec, self.index, self.sums, self.state, self.channels)
             tickets += self._reduce_tied(tied)
         if tickets:
@@ -245,8 +246,7 @@ class Rank:
             for name, total in self.sums.totals.get(stage, {}).items():
                 if name not in self.spec.tied:
                     self.gradients[name] = total
-        if self.sums.totals:
-            self.gradients.update(tied)
+        self.gradients.update(tied)
 
     def _reduce_tied(self, tied: dict[str, Tensor]) -> list[Ticket]:
         """Begin to sum tied gradients over the replicas, each by itself: all holders have the same bits."""
