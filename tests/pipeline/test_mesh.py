@@ -25,7 +25,7 @@ from tests.support.mesh_workers import (
     trained,
     ways,
 )
-from zbcompile.compiler.reduction_speed import counted_reduction
+from zbcompile.compiler.reduction_speed import counted_speeds
 from zbcompile.runtime.launch import spawn, spawn_outcomes
 from zbcompile.schedule.costs import Link
 
@@ -101,9 +101,18 @@ def test_the_reduction_is_measured_planned_and_an_action_of_the_order(found: lis
 
 
 def test_a_counted_reduction_goes_around_the_ring() -> None:
-    """Four replicas on links of 1 us and 1 GB/s: 6 messages of a quarter of the bytes each."""
-    speed = counted_reduction(Link(1_000, 10**9), 4)
-    assert speed.ns(4_000_000) == 6 * (1_000 + 1_000_000)
+    """Links of 1 us and 1 GB/s: 6 messages of a quarter of the bytes where four replicas have all weights.
+
+    Where they share them, a gather is 3 such messages, and so is the sum that is scattered. Where two of two
+    share them, it is one of a half each, and the sum of a part over two copies takes 2 messages of a quarter.
+    """
+    link, size = Link(1_000, 10**9), 4_000_000
+    assert counted_speeds(link, 1, 4).reduce.ns(size) == 6 * (1_000 + 1_000_000)
+    for timing in (counted_speeds(link, 4, 1).reduce, counted_speeds(link, 4, 1).gather):
+        assert timing.ns(size) == 3 * (1_000 + 1_000_000)
+    both = counted_speeds(link, 2, 2)
+    assert both.gather.ns(size) == 1_000 + 2_000_000
+    assert both.reduce.ns(size) == (1_000 + 2_000_000) + 2 * (1_000 + 1_000_000)
 
 
 def test_several_steps_have_one_reduction(found: list[dict[str, Any]]) -> None:

@@ -13,10 +13,10 @@ from zbcompile.compiler.observe import Observer
 from zbcompile.compiler.peers import has_peers
 from zbcompile.compiler.plan_cache import PlanCache
 from zbcompile.compiler.reduction_speed import (
-    ReductionSpeed,
-    counted_reduction,
-    measured_reduction,
-    with_reductions,
+    StepSpeeds,
+    counted_speeds,
+    measured_speeds,
+    with_step_times,
 )
 from zbcompile.compiler.variants import memory_may_bind, offered_levels, way_of_recompute
 from zbcompile.errors import CheckError, InfeasibleError, NoOrderError, UsageError
@@ -79,22 +79,22 @@ def plan_for_all(
     if group is None:
         return _found_or_planned(options, num_ranks, call, staged, cache, observer)
     _agree(group, num_ranks, call, staged)
-    with_others = pipeline is not None and len(pipeline.replicas) > len(pipeline.shards)
-    speed: ReductionSpeed | None = None
+    with_others = pipeline is not None and len(pipeline.replicas) > 1
+    speeds: StepSpeeds | None = None
     if pipeline is not None and with_others and isinstance(options.profile, Device):
-        speed = counted_reduction(options.profile.link, len(pipeline.replicas))
+        speeds = counted_speeds(options.profile.link, len(pipeline.shards), len(pipeline.copies))
     if options.profile is None and (has_peers(staged) or with_others):
         known = group.rank == 0 and cache.find(staged) is not None
         if not group.from_first("known" if known else "", "whether a plan is known"):
             if pipeline is not None and with_others:
-                speed = measured_reduction(pipeline, staged.captured.device)
+                speeds = measured_speeds(pipeline, staged.captured.device)
             if has_peers(staged):
                 options = _measured_together(options, call, staged, observer)
 
     def finished(profile: Profile) -> Profile:
-        if speed is None:
+        if speeds is None:
             return profile
-        return with_reductions(profile, staged, pipeline, speed, options.gradient_dtype)
+        return with_step_times(profile, staged, pipeline, speeds, options.gradient_dtype)
 
     text = None
     if group.rank == 0:
