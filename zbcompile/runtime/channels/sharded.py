@@ -190,13 +190,16 @@ class ShardedStages:
 def _sharing_mesh(group: PipelineGroup, device: torch.device) -> tuple[DeviceMesh, list[ProcessGroup]]:
     """Return the mesh of the replicas of this rank, and the communicators that were made for it.
 
-    It has one dimension where every rank has a part of its own, and two where others have the same.
+    It has one dimension where every rank has a part of its own, and two where others have the same. Its
+    dimensions have names that no other pipeline's have: torch takes meshes that are equal for one another, and
+    would use the communicators of a pipeline that is closed.
     """
     backend = "gloo" if device.type != "cuda" else "nccl"
     shared = group.new_group(backend, group.shards)
+    names = tuple(f"{name} of {shared.group_name}" for name in ("dp", "dp_shard"))
     if len(group.copies) == 1:
-        return DeviceMesh.from_group(shared, device.type, mesh_dim_names=("dp_shard",)), [shared]
+        return DeviceMesh.from_group(shared, device.type, mesh_dim_names=names[1:]), [shared]
     groups = [group.new_group(backend, group.copies), shared]
     ranks = torch.tensor([[group.members[rank] for rank in row] for row in group.grid])
-    mesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=("dp", "dp_shard"))
+    mesh = DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=names)
     return mesh, groups
