@@ -29,6 +29,11 @@ def test_two_copies_of_two_shards_of_two_ranks_train_as_the_plain_loop(tmp_path:
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
         assert record["unequal"] < 1e-5  # clipped by norms that differ in rounding
         assert record["skipped"]
+        # Gathers and sums were measured on all ranks, and are in the plan.
+        assert record["once"] == records[0]["once"]
+        assert min(ns for pair in record["once"] for ns in pair) > 1_000
+        names = ("UNSHARD", "REDUCE_GRAD", "RESHARD")
+        assert record["planned"] == [f"{stage}{name}" for stage in range(2) for name in names]
 
     # Only the first copy writes, and one process goes on with what it wrote.
     files = [file for file in (tmp_path / "saved").iterdir() if file.suffix == ".distcp"]

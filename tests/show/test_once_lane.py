@@ -11,14 +11,13 @@ from rich.console import Console
 
 from zbcompile.compiler.lower import lower
 from zbcompile.compiler.rehearsal import rehearse
-from zbcompile.errors import UsageError
 from zbcompile.formats import chrome_trace, profile_json, schedule_json
 from zbcompile.formats.schedule_json import ScheduleFile
 from zbcompile.planner.core.instance import Instance, to_schedule
 from zbcompile.planner.imported import rated
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.schedule.costs import Profile, StageCost
-from zbcompile.schedule.ir import Placement
+from zbcompile.schedule.ir import Kind, Placement, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
 from zbcompile.show.explain import explained
@@ -71,9 +70,27 @@ def test_explain_names_the_ranks_that_end_with_a_reduction() -> None:
         assert sum(parts) == facts.span_ns
 
 
-def test_a_rehearsal_that_would_leave_them_out_is_refused() -> None:
-    with pytest.raises(UsageError, match="does not sleep for what stages cost once a step"):
-        rehearse(file_of(ONCE).solution())
+@pytest.mark.timeout(120)
+def test_a_rehearsal_sleeps_for_them_too() -> None:
+    """On two processes: gathers, reductions and updates last as planned, and make the step longer."""
+    found = rehearse(file_of(ONCE).solution(), steps=1)
+    assert found is not None
+    for rank in range(2):
+        rows = {row.kind: row for row in found.rows if row.rank == rank}
+        for kind, planned in ((Kind.UNSHARD, 8_000_000), (Kind.REDUCE_GRAD, 80_000_000), (None, 10_000_000)):
+            assert rows[kind].planned_ns == planned
+            assert rows[kind].measured_ns > 0.5 * planned
+        assert rows[Kind.UNSHARD].count == rows[Kind.REDUCE_GRAD].count == 2
+    compute_ends = max(end for row in found.measured.ranks for a, _, end in row if a.kind.is_compute)
+    assert found.measured_ns > compute_ends + 40_000_000
+    without = replace(ONCE, unshard_ns=0, reduce_ns=0, update_ns=0)
+    assert found.planned_ns > simulate(*_order_and_problem(without)).makespan_ns
+
+
+def _order_and_problem(stage: StageCost) -> tuple[Schedule, Problem]:
+    file = file_of(stage)
+    assert file.problem is not None
+    return file.schedule, file.problem
 
 
 def test_times_of_the_lane_are_the_simulators() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.show.test_glance import classic
+from tests.show.test_once_lane import ONCE, file_of
 from tests.show.test_show import example, measured_like, virtual
 from tests.support.browser import BROWSER, WHY_NOT, opened, pixels
 from zbcompile.errors import UsageError
@@ -22,6 +23,7 @@ from zbcompile.formats.measured_json import Measured
 from zbcompile.planner.starts.classic import one_f_one_b
 from zbcompile.schedule.ir import Action, Kind
 from zbcompile.show import page as page_module
+from zbcompile.show.once_lane import NAMES, once_times
 from zbcompile.show.page import Shown, page
 from zbcompile.show.palette import KIND_COLOURS
 from zbcompile.show.summary import summarize
@@ -212,3 +214,44 @@ def test_a_browser_draws_the_page_and_runs_nothing_else(tmp_path: Path) -> None:
         for shade in KIND_COLOURS[kind][0]:
             assert colours.get(tuple(int(shade[k : k + 2], 16) for k in (1, 3, 5)), 0) > 30
     assert colours[255, 255, 255] > 5_000
+
+
+def test_what_a_rank_does_once_a_step_is_in_the_page() -> None:
+    file = file_of(ONCE)
+    summary = summarize(file)
+    data = data_of(page([Shown("planned", summary), Shown("measured", summary, measured_like(file))]))
+    assert {letter: words for letter, (words, _) in data["once"].items()} == NAMES
+    planned, measured = data["views"]
+    for rank in range(2):
+        wanted = [[o.letter, o.stage, o.start_ns, o.end_ns] for o in once_times(summary.timeline, rank)]
+        assert planned["ranks"][rank]["once"] == wanted
+        assert [row[0] for row in wanted] == ["G", "G", "R", "R", "U"]
+        assert {row[0] for row in measured["ranks"][rank]["once"]} <= {"G", "R"}
+    assert planned["end"] == summary.timeline.makespan_ns
+    assert all(
+        not rank["once"] for rank in data_of(page([Shown("", summarize(example()))]))["views"][0]["ranks"]
+    )
+
+
+@pytest.mark.skipif(BROWSER is None, reason=WHY_NOT)
+def test_a_browser_draws_the_lane_and_says_what_is_in_it(tmp_path: Path) -> None:
+    summary = summarize(file_of(ONCE))
+    last = once_times(summary.timeline, 0)[-1]
+    share = (last.start_ns + last.end_ns) / 2 / summary.timeline.makespan_ns
+    script = f"""
+    const canvas = document.querySelector("canvas.view"), box = canvas.getBoundingClientRect();
+    const place = {{clientX: box.left + 92 + {share} * (box.width - 92), clientY: box.top + 49}};
+    canvas.dispatchEvent(new PointerEvent("pointermove", place));
+    document.body.dataset.kept = document.getElementById("tip").textContent;
+    """
+    text = page([Shown("once", summary)])
+    known = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    text = text.replace("script-src '", f"script-src 'sha256-{known}' '")
+    path = tmp_path / "page.html"
+    path.write_text(text.replace("</body>", f"<script>{script}</script></body>"))
+    shown, _ = opened(path, "#theme=light")
+    body = dict(Parts(re.search("<body[^>]*>", shown)[0]).attributes)
+    assert body["data-kept"].startswith("update by the optimizer of rank 0, once a step\n")
+    actions = sum(a.kind.is_compute for row in summary.timeline.schedule.order for a in row)
+    assert body["data-drawn"] == str(actions + 10)  # per rank two gathers, two reductions and an update
+    assert "reduction of gradients (REDUCE_GRAD), once a step" in shown

@@ -26,12 +26,13 @@ def part_of(number: int, replica: int) -> list[Tensor]:
     return [t.chunk(REPLICAS)[replica] for t in batch(number)]
 
 
-def compiled(mesh: DeviceMesh, replica: int, seed: int = 0) -> zbcompile.Pipeline:
+def compiled(mesh: DeviceMesh, replica: int, is_measured: bool = False) -> zbcompile.Pipeline:
     """Compile the model of `mesh_workers` for a mesh."""
     x, y = part_of(0, replica)
+    known = None if is_measured else profile()
     return zbcompile.compile(
-        layers(seed), RANKS, mesh=mesh, example_args=(x,), example_target=y, loss_fn=mse, verify=False,
-        num_microbatches=MICROBATCHES, profile=profile(), time_limit=0.3, stall_limit=60.0,
+        layers(), RANKS, mesh=mesh, example_args=(x,), example_target=y, loss_fn=mse, verify=False,
+        num_microbatches=MICROBATCHES, profile=known, time_limit=0.3, stall_limit=60.0,
     )  # fmt: skip
 
 
@@ -87,7 +88,9 @@ def hybrid(rank: int, folder: str) -> dict[str, Any]:
         found["differ"] += equal(wholes(pipeline), dict(plain.named_parameters()))
     pipeline.save(f"{folder}/saved", mine, {"at": 2})
     pipeline.save_merged(f"{folder}/merged.safetensors")
-    again = compiled(mesh, replica)
+    again = compiled(mesh, replica, is_measured=True)
+    found["once"] = [(stage.unshard_ns, stage.reduce_ns) for stage in again.profile.stages]
+    found["planned"] = [str(a) for row in again.solution.schedule.order for a in row if a.kind.is_of_stage]
     later = torch.optim.AdamW(list(again.parameters()), lr=0.5)
     found["extra"] = again.load(f"{folder}/saved", later)
     for on, optimizer in ((pipeline, mine), (again, later)):  # norms are put together from those of parts

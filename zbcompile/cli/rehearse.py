@@ -103,7 +103,7 @@ def _figures(found: Rehearsal) -> dict[str, object]:
         "rows": [
             {
                 "rank": row.rank,
-                "kind": row.kind.value,
+                "kind": "update" if row.kind is None else row.kind.value,
                 "count": row.count,
                 "planned_ns": row.planned_ns,
                 "measured_ns": row.measured_ns,
@@ -122,7 +122,7 @@ def _print(found: Rehearsal) -> None:
         excess = f"{100 * (row.measured_ns / row.planned_ns - 1):+.1f} %" if row.planned_ns else ""
         table.add_row(
             str(row.rank),
-            row.kind.letter,
+            "update" if row.kind is None else row.kind.letter,
             str(row.count),
             unit.number(row.planned_ns),
             unit.number(row.measured_ns),

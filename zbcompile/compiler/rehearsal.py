@@ -10,7 +10,6 @@ from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.launch import spawn
 from zbcompile.runtime.rehearse import Rehearsal, rehearse_rank
 from zbcompile.schedule.solution import Solution
-from zbcompile.schedule.stage_actions import has_step_costs
 
 __all__ = ["rehearse", "rehearse_each"]
 
@@ -48,7 +47,7 @@ def rehearse_each(
     ------
     PipelineError, UsageError
         A rank failed; an order has one rank, or another number than the process group; microbatches differ in
-        cost, or stages cost something once a step.
+        cost.
     """
     plans = [_lowered(solution) for solution in solutions]
     num_ranks = plans[0].problem.num_ranks
@@ -69,12 +68,6 @@ def _lowered(solution: Solution) -> LoweredPlan:
             "a rehearsal sleeps as long for every microbatch, and these differ in cost",
             where="microbatch_costs",
             fix="rehearse a plan for microbatches that are alike",
-        )
-    if has_step_costs(solution.problem):
-        raise UsageError(
-            "a rehearsal does not sleep for what stages cost once a step",
-            where="unshard_ns, reduce_ns, update_ns of the profile",
-            fix="rehearse the order with a profile in which they are 0",
         )
     return lower(solution, merge=False)
 

@@ -14,7 +14,7 @@ from zbcompile.runtime.channels.choice import make_channels
 from zbcompile.runtime.channels.gloo import BrokenChannelError, GlooChannels
 from zbcompile.runtime.channels.nccl import NcclChannels
 from zbcompile.runtime.channels.replicas import Replicas
-from zbcompile.runtime.channels.sharded import ShardedStages
+from zbcompile.runtime.channels.sharded import StageCalls
 from zbcompile.runtime.doing import NOBODY, Doing
 from zbcompile.runtime.executor import failure
 from zbcompile.runtime.group import PipelineGroup
@@ -60,7 +60,7 @@ class DistributedRunner(Runner):
         self._replicas: Replicas | None = None
         self._made_at = -1
         self.end: Rank | None = None
-        self.sharded: ShardedStages | None = None
+        self.sharded: StageCalls | None = None
         self._waiting: tuple[Wait, Ticket, float] | None = None
         group.watchdog.on_end.append(self._abandon)
 

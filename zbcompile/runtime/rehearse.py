@@ -19,11 +19,13 @@ from zbcompile.formats.measured_json import Measured
 from zbcompile.runtime.distributed_runner import DistributedRunner
 from zbcompile.runtime.group import PipelineGroup
 from zbcompile.runtime.sleeping import sleeping_stages
+from zbcompile.runtime.sleeping_once import SleepingStages
 from zbcompile.runtime.spec import PipelineSpec, Step
 from zbcompile.schedule.costs import Link, Profile
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, simulate
+from zbcompile.schedule.stage_actions import update_ns
 
 __all__ = ["Rehearsal", "Row", "rehearse_rank"]
 
@@ -35,10 +37,13 @@ _ROUNDS = 20
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Planned and measured time of one kind of action on one rank, in ns over the whole step."""
+    """Planned and measured time of one kind of action on one rank, in ns over the whole step.
+
+    ``kind`` is None for the optimizer's step.
+    """
 
     rank: int
-    kind: Kind
+    kind: Kind | None
     count: int
     planned_ns: int
     measured_ns: int
@@ -114,8 +119,10 @@ def rehearse_rank(
     stages = sleeping_stages(problem.profile, device)
     spec = PipelineSpec(stages, schedule.placement, schedule.num_microbatches)
     runner = DistributedRunner(group, spec, text, device)
-    best: Measured | None = None
+    best: _Step | None = None
     batch: list[list[torch.Tensor]] = [[] for _ in range(schedule.num_microbatches)]
+    once = SleepingStages(problem.profile, schedule.placement.stages_of(group.rank), group.rank)
+    runner.sharded = once
     try:
         with group.calls.building("the rehearsal"):
             group.agree({"schedule": str(schedule), "profile": repr(problem.profile)})
@@ -124,49 +131,76 @@ def rehearse_rank(
         for _ in range(steps):
             group.synchronize()
             runner.run(Step(batch), {})
+            update_ns = once.update()
             measured = Measured.of(runner.actions(), "rehearsed")
-            if best is None or measured.makespan_ns < best.makespan_ns:
-                best = measured
+            step = _Step(measured, _updates(group, update_ns, problem))
+            if best is None or step.makespan_ns < best.makespan_ns:
+                best = step
     finally:
         runner.close()
+        once.close()
     assert best is not None
     return _compare(best, simulate(schedule, problem), link)
 
 
-def _compare(measured: Measured, planned: Timeline, link: Link) -> Rehearsal:
+@dataclass(frozen=True)
+class _Step:
+    """A step that ran: its actions, and how long each rank's optimizer took."""
+
+    measured: Measured
+    updates_ns: tuple[int, ...]
+
+    @property
+    def makespan_ns(self) -> int:
+        """The last end of all ranks."""
+        return max(self._ends())
+
+    @property
+    def span_ns(self) -> int:
+        """The longest time on one rank from the first start to the last end."""
+        begins = [min((s for _, s, _ in row), default=0) for row in self.measured.ranks]
+        return max(end - begin for begin, end in zip(begins, self._ends(), strict=True))
+
+    def _ends(self) -> list[int]:
+        rows = zip(self.measured.ranks, self.updates_ns, strict=True)
+        return [max((end for _, _, end in row), default=0) + update for row, update in rows]
+
+
+def _updates(group: PipelineGroup, own_ns: int, problem: Problem) -> tuple[int, ...]:
+    """Return how long every rank's optimizer took; none where it is not planned to take any time."""
+    if not any(stage.update_ns for stage in problem.profile.stages):
+        return (0,) * group.size
+    return tuple(int(text) for text in group.gather(str(own_ns), "the optimizers' steps"))
+
+
+def _compare(step: _Step, planned: Timeline, link: Link) -> Rehearsal:
+    measured = step.measured
     profile = replace(planned.problem.profile, overhead_ns=_host_ns(measured, planned), link=link, links=())
     again = simulate(planned.schedule, planned.problem.with_(profile=profile))
     return Rehearsal(
         measured,
         planned.makespan_ns,
-        measured.makespan_ns,
+        step.makespan_ns,
         again.makespan_ns,
         planned.span_ns,
-        _span(measured),
-        tuple(_rows(measured, planned)),
+        step.span_ns,
+        tuple(_rows(step, planned)),
         profile,
     )
 
 
-def _span(measured: Measured) -> int:
-    """Return the span: the longest time on one rank from the first start to the last end."""
-    spans = []
-    for row in measured.ranks:
-        compute = [(s, e) for a, s, e in row if a.kind.is_compute]
-        spans.append(max(e for _, e in compute) - min(s for s, _ in compute) if compute else 0)
-    return max(spans)
-
-
-def _rows(measured: Measured, planned: Timeline) -> list[Row]:
+def _rows(step: _Step, planned: Timeline) -> list[Row]:
     rows = []
-    for rank, entries in enumerate(measured.ranks):
+    for rank, entries in enumerate(step.measured.ranks):
         times = _planned_durations(planned, rank)
-        for kind in (k for k in Kind if k.is_compute):
+        for kind in (k for k in Kind if k.is_compute or k in (Kind.UNSHARD, Kind.REDUCE_GRAD)):
             mine = [(a, e - s) for a, s, e in entries if a.kind is kind]
             if mine:
                 rows.append(
                     Row(rank, kind, len(mine), sum(times[a] for a, _ in mine), sum(d for _, d in mine))
                 )
+        if update := update_ns(planned.problem, rank):
+            rows.append(Row(rank, None, 1, update, step.updates_ns[rank]))
     return rows
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from zbcompile.errors import PipelineError
 from zbcompile.runtime.channels.channel import Channels, Ticket
 from zbcompile.runtime.channels.replicas import Reduced, Replicas
-from zbcompile.runtime.channels.sharded import ShardedStages, ShardTicket
+from zbcompile.runtime.channels.sharded import ShardTicket, StageCalls
 from zbcompile.runtime.gradients import GradientSums
 from zbcompile.runtime.mailbox import Mailbox
 from zbcompile.runtime.randomness import stream, stream_seed
@@ -76,7 +76,7 @@ class Rank:
         channels: Channels,
         device: torch.device,
         replicas: Replicas | None = None,
-        sharded: ShardedStages | None = None,
+        sharded: StageCalls | None = None,
     ) -> None:
         self.index, self.spec, self.state, self.channels = index, spec, state, channels
         self.device, self.replicas, self.sharded = device, replicas, sharded

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rich.style import Style
 from rich.text import Text
 
-from zbcompile.schedule.ir import Kind
+from zbcompile.schedule.ir import Action, Kind
 from zbcompile.schedule.simulate import Timeline
 from zbcompile.schedule.stage_actions import update_ns
 from zbcompile.show.palette import Glyphs, ink
 from zbcompile.show.scale import Window
 
-__all__ = ["NAMES", "Once", "once_lane", "once_times", "style_of"]
+__all__ = ["NAMES", "Once", "kind_of", "once_among", "once_lane", "once_times", "style_of"]
 
 NAMES = {
     "G": "gather of parameters (UNSHARD)",
@@ -46,13 +47,17 @@ class Once:
 def once_times(timeline: Timeline, rank: int) -> list[Once]:
     """Return what a rank does once a step and takes time, in order of time."""
     rows = zip(timeline.schedule.order[rank], timeline.start[rank], timeline.end[rank], strict=True)
-    found = [
+    update, end = update_ns(timeline.problem, rank), timeline.rank_end[rank]
+    return once_among(rows) + ([Once("U", None, end - update, end)] if update else [])
+
+
+def once_among(row: Iterable[tuple[Action, int, int]]) -> list[Once]:
+    """Return what of (action, start, end) is done once a step and takes time."""
+    return [
         Once(_LETTERS[action.kind], action.stage, start, end)
-        for action, start, end in rows
+        for action, start, end in row
         if action.kind in _LETTERS and end > start
     ]
-    update, end = update_ns(timeline.problem, rank), timeline.rank_end[rank]
-    return found + ([Once("U", None, end - update, end)] if update else [])
 
 
 def once_lane(times: list[Once], window: Window, glyphs: Glyphs, *, colour: bool) -> Text:
@@ -76,4 +81,9 @@ def once_lane(times: list[Once], window: Window, glyphs: Glyphs, *, colour: bool
 
 def style_of(letter: str) -> Style:
     """Return the colour of a letter: that of what it brings."""
-    return ink({"G": Kind.FORWARD, "R": Kind.BACKWARD_WEIGHT, "U": Kind.FULL_BACKWARD}[letter])
+    return ink(kind_of(letter))
+
+
+def kind_of(letter: str) -> Kind:
+    """Return the kind of action whose colour a letter has."""
+    return {"G": Kind.FORWARD, "R": Kind.BACKWARD_WEIGHT, "U": Kind.FULL_BACKWARD}[letter]

@@ -9,6 +9,7 @@
   const GUTTER = 92, AXIS = 20, GAP = 6;
   const many = Math.max(...data.views.map((view) => view.ranks.length)) > 24;
   const BAR = many ? 13 : 22, LEVEL = many ? 10 : 18;
+  const ONCE = data.views.some((view) => view.ranks.some((rank) => rank.once.length)) ? (many ? 10 : 14) : 0;
   const whole = Math.max(1, ...data.views.map((view) => view.end));
   const state = { from: 0, to: whole, follow: null, path: true, memory: true, theme: "auto" };
 
@@ -88,7 +89,7 @@
   };
 
   // ---- drawing -------------------------------------------------------------------------------------------
-  const step = () => BAR + GAP + (state.memory ? LEVEL + 2 : 0);
+  const step = () => BAR + ONCE + GAP + (state.memory ? LEVEL + 2 : 0);
   const firstAfter = (ends, at) => {
     let low = 0, high = ends.length;
     while (low < high) {
@@ -113,7 +114,8 @@
       const top = AXIS + row * step();
       pen.fillStyle = css.row; pen.fillRect(GUTTER, top, width - GUTTER, BAR);
       bars(pen, rank, top, x, width);
-      if (state.memory && rank.change.length) levels(pen, rank, top + BAR + 2, x, width);
+      once(pen, rank, top + BAR, x, width);
+      if (state.memory && rank.change.length) levels(pen, rank, top + BAR + ONCE + 2, x, width);
       pen.fillStyle = css.back; pen.fillRect(0, top, GUTTER - 1, step());
       pen.fillStyle = css.ink; pen.textAlign = "left"; pen.textBaseline = "middle";
       pen.font = `${many ? 11 : 13}px system-ui, sans-serif`;
@@ -154,6 +156,19 @@
       const text = LETTER[rank.kind[k]] + rank.microbatch[k];
       if (!other && right - left > 6 * text.length + 6) {
         pen.fillStyle = "#101418"; pen.fillText(text, (left + right) / 2, top + BAR / 2 - (many ? 0 : 1));
+      }
+    }
+  };
+  const once = (pen, rank, top, x, width) => {
+    for (const [letter, stage, start, end] of rank.once) {
+      if (end <= state.from || start >= state.to) continue;
+      const left = Math.max(GUTTER, x(start)), right = Math.min(width, x(end));
+      pen.fillStyle = colour(data.once[letter][1], 1, 0, 1);
+      pen.fillRect(left, top + 1, Math.max(1, right - left - 0.75), ONCE - 1);
+      drawn++;
+      const text = letter + (stage === null ? "" : stage);
+      if (right - left > 6 * text.length + 6) {
+        pen.fillStyle = "#101418"; pen.fillText(text, (left + right) / 2, top + ONCE / 2 + 0.5);
       }
     }
   };
@@ -237,12 +252,22 @@
     const k = firstAfter(rank.end, at);
     return k < rank.kind.length && rank.start[k] <= at ? [rank, k] : null;
   };
+  const onceAt = (view, event) => {
+    const y = event.clientY - view.canvas.getBoundingClientRect().top - AXIS, row = Math.floor(y / step());
+    const rank = view.ranks[row], at = timeAt(view, event.clientX), below = y - row * step() - BAR;
+    if (!rank || at < state.from || below < 0 || below >= ONCE) return null;
+    const found = rank.once.find(([, , start, end]) => start <= at && at < end);
+    if (!found) return "";
+    const [letter, stage, start, end] = found;
+    const whose = stage === null ? `rank ${rank.rank}` : `stage ${stage}, on rank ${rank.rank}`;
+    return `${data.once[letter][0]} of ${whose}, once a step\n${time(start)} to ${time(end)}, takes ${time(end - start)}`;
+  };
   const tip = byId("tip");
   const hover = (view, event) => {
-    const found = actionAt(view, event);
-    tip.hidden = !found;
-    if (!found) return;
-    tip.textContent = describe(view, found[0], found[1]);
+    const lane = onceAt(view, event), found = lane === null ? actionAt(view, event) : null;
+    tip.hidden = !found && !lane;
+    if (tip.hidden) return;
+    tip.textContent = lane || describe(view, found[0], found[1]);
     tip.style.left = Math.max(0, Math.min(event.clientX + 14, window.innerWidth - tip.offsetWidth - 8)) + "px";
     const below = event.clientY + 18;
     tip.style.top = (below + tip.offsetHeight > window.innerHeight ? event.clientY - tip.offsetHeight - 10 : below) + "px";
@@ -316,6 +341,10 @@
       for (let k = 0; k < stages; k++) { pen.fillStyle = colour(kinds[0], 0, k, stages); pen.fillRect(k * 30 / stages, 0, 30 / stages, 12); }
     }]);
     if (data.views.some((v) => v.ranks.some((r) => r.holds.length))) entries.push(["held by a send or an exchange", (pen) => hatch(pen, 0, 0, 30, 12)]);
+    for (const [letter, [words, kind]] of Object.entries(data.once)) {
+      if (!data.views.some((v) => v.ranks.some((r) => r.once.some(([l]) => l === letter)))) continue;
+      entries.push([`${letter} ${words}, once a step`, (pen) => { pen.fillStyle = colour(kind, 1, 0, 1); pen.fillRect(0, 0, 30, 12); }]);
+    }
     entries.push(["critical path", (pen) => { pen.fillStyle = colour(kinds[0] || "F", 0, 0, 1); pen.fillRect(0, 0, 30, 12); pen.fillStyle = css.ink; pen.fillRect(0, 9, 30, 3); }]);
     if (data.views.some((v) => v.ranks.some((r) => r.change.length))) {
       entries.push(["memory", (pen) => { pen.fillStyle = css.level; pen.fillRect(0, 4, 30, 8); }]);

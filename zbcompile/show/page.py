@@ -22,6 +22,7 @@ from zbcompile.schedule.critical_path import critical_path, waited_for
 from zbcompile.schedule.ir import Action, Kind
 from zbcompile.show.boxes import held_times, transfers_of
 from zbcompile.show.head import head_lines
+from zbcompile.show.once_lane import NAMES, Once, kind_of, once_among, once_times
 from zbcompile.show.palette import KIND_COLOURS
 from zbcompile.show.summary import Summary, headline
 from zbcompile.show.units import format_bytes, percent
@@ -123,6 +124,7 @@ def page_data(shown: Sequence[Shown]) -> dict[str, object]:
     return {
         "unit": {"size": unit.size_ns, "name": unit.name},
         "colours": {_SIGN[kind]: shades for kind, shades in KIND_COLOURS.items()},
+        "once": {letter: [words, _SIGN[kind_of(letter)]] for letter, words in NAMES.items()},
         "views": [_view(one) for one in shown],
     }
 
@@ -133,14 +135,29 @@ def _view(one: Shown) -> dict[str, object]:
     rows = [[(k, *event) for k, event in enumerate(row) if event[0].kind.is_compute] for row in _rows(one)]
     waits, path = _waits(one.summary) if planned else ({}, set())
     end = timeline.makespan_ns if one.measured is None else one.measured.makespan_ns
+    once = [_once(one, rank) for rank in range(len(rows))]
+    last = max((end, *(at.end_ns for row in once for at in row)))
     words = f"measured makespan {one.summary.unit.text(end)}"
     return {
         "name": one.name,
         "head": [text for text, _ in head_lines(one.summary)] if planned else [words],
-        "end": end,
-        "ranks": [_rank(one, rank, row, waits, path) for rank, row in enumerate(rows)],
+        "end": last,
+        "ranks": [
+            {
+                **_rank(one, rank, row, waits, path),
+                "once": [[o.letter, o.stage, o.start_ns, o.end_ns] for o in once[rank]],
+            }
+            for rank, row in enumerate(rows)
+        ],
         "messages": list(_messages(one)) if planned else [],
     }
+
+
+def _once(one: Shown, rank: int) -> list[Once]:
+    """Return what a rank does once a step, planned or measured."""
+    if one.measured is None:
+        return once_times(one.summary.timeline, rank)
+    return once_among(one.measured.ranks[rank])
 
 
 def _rank(

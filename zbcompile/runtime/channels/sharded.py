@@ -11,8 +11,9 @@ the program. On a GPU they are queued on torch's own streams.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,27 @@ from zbcompile.runtime.connections import break_connections, leave_group
 from zbcompile.runtime.doing import ANY_RANK
 from zbcompile.runtime.group import PipelineGroup
 
-__all__ = ["ShardTicket", "ShardedStage", "ShardedStages"]
+__all__ = ["ShardCall", "ShardTicket", "ShardedStage", "ShardedStages", "StageCalls"]
+
+ShardCall = Callable[[], Mapping[str, Tensor]]
+"""Returns tensors by name."""
+
+
+class StageCalls(Protocol):
+    """What a rank does once a step for a whole stage."""
+
+    @property
+    def stages(self) -> Collection[int]:
+        """The stages for which there is anything to do."""
+
+    def unshard(self, stage: int) -> ShardTicket:
+        """Begin to gather a stage; the ticket finds its whole parameters."""
+
+    def reduce(self, stage: int, gradients: Mapping[str, Tensor]) -> ShardTicket:
+        """Begin to sum a stage's gradients; the ticket finds this rank's part of them."""
+
+    def reshard(self, stage: int) -> ShardTicket:
+        """Let a stage go once what was begun before is done."""
 
 
 class ShardedStage:
@@ -91,15 +112,40 @@ class ShardedStage:
 
 
 class ShardTicket:
-    """A call of a sharded stage that was begun."""
+    """A call of a sharded stage.
 
-    def __init__(self, key: Key, peer: int, future: Future[dict[str, Tensor]], begun_ns: int) -> None:
+    Parameters
+    ----------
+    key, peer
+        What it is, in errors, and a rank that takes part.
+    call
+        What it does.
+    thread
+        Where it runs, after those before it; None: here and now.
+
+    Attributes
+    ----------
+    begun_ns, ended_ns
+        When it ran, in ns of the monotonic clock.
+    """
+
+    def __init__(self, key: Key, peer: int, call: ShardCall, thread: ThreadPoolExecutor | None) -> None:
         self.key: Key = key
-        self.peer, self._future, self.begun_ns, self.ended_ns = peer, future, begun_ns, begun_ns
-        future.add_done_callback(self._note_end)
+        self.peer, self._call = peer, call
+        self.begun_ns = self.ended_ns = time.perf_counter_ns()
+        if thread is not None:
+            self._future = thread.submit(self._run)
+        else:
+            self._future = Future()
+            self._future.set_result(self._run())
 
-    def _note_end(self, future: object) -> None:
-        self.ended_ns = time.perf_counter_ns()
+    def _run(self) -> dict[str, Tensor]:
+        self.begun_ns = time.perf_counter_ns()
+        try:
+            with torch.no_grad():
+                return dict(self._call())
+        finally:
+            self.ended_ns = time.perf_counter_ns()
 
     def ready(self) -> bool:
         return self._future.done()
@@ -142,7 +188,7 @@ class ShardedStages:
 
     def unshard(self, stage: int) -> ShardTicket:
         """Begin to gather a stage; the ticket finds its whole parameters."""
-        return self._begin((stage, "unshard"), lambda: dict(self.stages[stage].unshard()))
+        return self._begin((stage, "unshard"), self.stages[stage].unshard)
 
     def reduce(self, stage: int, gradients: Mapping[str, Tensor]) -> ShardTicket:
         """Begin to sum a stage's gradients; the ticket finds this rank's part of them."""
@@ -157,18 +203,8 @@ class ShardedStages:
 
         return self._begin((stage, "reshard"), let_go)
 
-    def _begin(self, key: Key, call: Callable[[], dict[str, Tensor]]) -> ShardTicket:
-        begun_ns = time.perf_counter_ns()
-
-        def run() -> dict[str, Tensor]:
-            with torch.no_grad():
-                return call()
-
-        if self._thread is not None:
-            return ShardTicket(key, self._peer, self._thread.submit(run), begun_ns)
-        future: Future[dict[str, Tensor]] = Future()
-        future.set_result(run())
-        return ShardTicket(key, self._peer, future, begun_ns)
+    def _begin(self, key: Key, call: ShardCall) -> ShardTicket:
+        return ShardTicket(key, self._peer, call, self._thread)
 
     def abandon(self, fatal: bool) -> None:
         """Break all connections, from any thread."""
@@ -191,8 +227,8 @@ def _sharing_mesh(group: PipelineGroup, device: torch.device) -> tuple[DeviceMes
     """Return the mesh of the replicas of this rank, and the communicators that were made for it.
 
     It has one dimension where every rank has a part of its own, and two where others have the same. Its
-    dimensions have names that no other pipeline's have: torch takes meshes that are equal for one another, and
-    would use the communicators of a pipeline that is closed.
+    dimensions have names that no other pipeline's have: torch takes equal meshes for one another, and would
+    use the communicators of a pipeline that is closed.
     """
     backend = "gloo" if device.type != "cuda" else "nccl"
     shared = group.new_group(backend, group.shards)
