@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zbcompile.api import compile
+    from zbcompile.compiler.progress import progress
     from zbcompile.options import Shard
     from zbcompile.pipeline import Microbatches, Pipeline, Stage
     from zbcompile.planner.placements import plan_auto
@@ -51,6 +52,7 @@ __all__ = [
     "device_named",
     "plan",
     "plan_auto",
+    "progress",
 ]
 __version__ = "0.1.0"
 
@@ -65,6 +67,7 @@ PUBLIC_MODULES = (
 
 _HOMES = {
     "zbcompile.api": ("compile",),
+    "zbcompile.compiler.progress": ("progress",),
     "zbcompile.options": ("Shard",),
     "zbcompile.pipeline": ("Microbatches", "Pipeline", "Stage"),
     "zbcompile.planner.placements": ("plan_auto",),

@@ -243,7 +243,8 @@ def compile(
     observer
         Called after every step of the compiler, before the next begins, with the step's name and what it
         made; by the name ``split_backward.joint`` also after every rewrite of a stage's joint graph.
-        ``ZBCOMPILE_DUMP=directory`` writes these to files.
+        ``ZBCOMPILE_DUMP=directory`` writes these to files; `zbcompile.progress` writes the names of the steps
+        to standard error.
 
     Returns
     -------

@@ -1,8 +1,8 @@
 """Measure what stages cost: times of F, B, W and BW on this machine, bytes from the graphs.
 
 ``tuple[StageGraphs] + one microbatch --> Profile``. Contract in: stages with weights. Contract out: every
-time is the median of several runs after a warm-up, on the real inputs of the stage; bytes are exact. Where
-the runs differ widely, a warning says so, and the profile's source does.
+time is the median of several runs after a warm-up, on the real inputs of the stage; `Profile.unsteady` names the
+times whose runs differ widely; bytes are exact.
 Parameters, buffers and random state are left as they were.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
@@ -19,10 +18,10 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from zbcompile.passes.profile.spread import Spread, spread_of, warning_text, widest
 from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.runtime.wiring import RunnableStage, Wiring
 from zbcompile.schedule.costs import Edge, Profile, StageCost
+from zbcompile.schedule.spread import unsteady
 
 __all__ = ["OPTIMIZER_SLOTS", "cost_of", "edges_of", "measure", "snapshot_bytes", "static_bytes_of"]
 
@@ -30,6 +29,8 @@ OPTIMIZER_SLOTS = 2
 """Tensors like the parameter that the optimizer keeps per parameter: AdamW's two moments."""
 _SECONDS_PER_STAGE = 2.0
 
+_Times = tuple[int, int, int, int]
+"""Of F, B, W and BW in ns."""
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -62,7 +63,7 @@ def measure(
     """
     values: dict[str, Tensor] = {}
     costs, limit_s = [], math.inf if together else _SECONDS_PER_STAGE
-    spreads: list[Spread | None] = []
+    repeated: dict[tuple[str, str], list[int]] = {}
     with torch.no_grad(), torch.random.fork_rng():
         for k, stage in enumerate(stages):
             inputs = [
@@ -71,22 +72,27 @@ def measure(
             ways = (stage, *(others[k] if others else ()))
             outputs, samples = _time_stage(ways, state, inputs, repeats, limit_s)
             times = [_medians(way, found) for way, found in zip(ways, samples, strict=True)]
-            spreads += (spread_of(k, found) for found in samples)
+            repeated |= _by_kind(f"stage {k}", samples)
             values.update({p.name: t for p, t in zip(stage.outputs, outputs, strict=True)})
             own = sum(state[n].nbytes for n in stage.trainable)
             costs.append(cost_of(ways, times, static_bytes_of(stage, state), own))
     device = stages[0].inputs[0].device if stages[0].inputs else "cpu"
     source = f"measured on {device}, torch {torch.__version__}"
-    spread = widest(spreads)
-    if spread is not None:
-        warnings.warn(warning_text(spread, torch.get_num_threads()), RuntimeWarning, stacklevel=2)
-        source = f"{source}; repeated times differ widely: {spread}"
-    return Profile(tuple(costs), edges_of(stages), source=source)
+    return Profile(tuple(costs), edges_of(stages), source=source, unsteady=unsteady(repeated))
+
+
+def _by_kind(place: str, samples: Sequence[Sequence[_Times]]) -> dict[tuple[str, str], list[int]]:
+    """Return the repeats of a stage by kind; those of its levels of recompute are named by their number."""
+    return {
+        (place if level == 0 else f"{place} with recompute {level}", kind): list(values)
+        for level, found in enumerate(samples)
+        for kind, values in zip(("F", "B", "W", "BW"), zip(*found, strict=True), strict=True)
+    }
 
 
 def cost_of(
     ways: Sequence[StageGraphs],
-    times: Sequence[tuple[int, int, int, int]],
+    times: Sequence[_Times],
     static_bytes: int,
     gradient_bytes: int,
 ) -> StageCost:
@@ -152,9 +158,9 @@ def _time_stage(
     inputs: list[Tensor],
     repeats: int,
     limit_s: float,
-) -> tuple[list[Tensor], list[list[tuple[int, int, int, int]]]]:
-    """Return the stage's outputs, and for each way and run the times of F, B, W and BW in ns."""
-    samples: list[list[tuple[int, int, int, int]]] = [[] for _ in ways]
+) -> tuple[list[Tensor], list[list[_Times]]]:
+    """Return the stage's outputs, and for each way the times of its runs."""
+    samples: list[list[_Times]] = [[] for _ in ways]
     began = time.perf_counter()
     outputs: list[Tensor] = []
     for turn in range(repeats + 1):
@@ -167,7 +173,7 @@ def _time_stage(
     return outputs, samples
 
 
-def _medians(stage: StageGraphs, samples: Sequence[tuple[int, int, int, int]]) -> tuple[int, int, int, int]:
+def _medians(stage: StageGraphs, samples: Sequence[_Times]) -> _Times:
     """Return the median times; W and BW of a stage whose inputs want no gradient are the same calls."""
     f, b, w, bw = ([int(ns) for ns in column] for column in zip(*samples, strict=True))
     if not any(port.has_gradient for port in stage.inputs):
@@ -182,7 +188,7 @@ def _medians(stage: StageGraphs, samples: Sequence[tuple[int, int, int, int]]) -
 
 def _time_once(
     stage: StageGraphs, state: Mapping[str, Tensor], inputs: list[Tensor]
-) -> tuple[list[Tensor], tuple[int, int, int, int]]:
+) -> tuple[list[Tensor], _Times]:
     """Return the outputs of one run, and the times of F, B, W and BW in ns."""
     f, (outputs, saved) = _timed(stage, stage.run_forward, _unchanged(stage, state), list(inputs))
     b, (_, saved) = _timed(stage, stage.run_backward_input, saved, _tangents(stage))

@@ -44,6 +44,7 @@ def test_every_section_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixtu
     jsonschema.validate(json.loads(file.read_text()), json.loads(schema_text("selftest")))
     assert "gpt2, after F: bytes predicted" in out
     assert all("ratios say nothing about a GPU" in text for text in (out, err))
+    assert "says anything about a GPU" in str(report.versions["note"])
     assert all(f"{name}: " in err for name in ("bits", "nccl"))
 
 

@@ -32,7 +32,7 @@ from zbcompile.schedule.solution import Solution
 from zbcompile.schedule.speeds import on_ranks
 from zbcompile.show.baseline import Baseline
 from zbcompile.show.head import split_words
-from zbcompile.show.summary import cuts_line, gradients_line, origin_words, proof_line, summarize
+from zbcompile.show.summary import cuts_line, gradients_line, origin_words, proof_line, spread_line, summarize
 from zbcompile.show.units import time_unit
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ def _say_summary(plan: LoweredPlan, jitter: Jitter | None, arguments: argparse.N
         origin_words(summary),
         split_words(solution.schedule),
         gradients_line(summary),
+        spread_line(summary),
     ]
     if jitter is not None:
         lines += jitter_lines(

@@ -19,6 +19,7 @@ from zbcompile.formats.profile_json import ProfileFile
 from zbcompile.formats.streams import say
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.devices import device_named
+from zbcompile.schedule.spread import spread_words
 
 __all__ = ["add_options", "run"]
 
@@ -91,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         costs = measure(staged.stages, staged.captured.state, inputs, others=others)
     else:
         costs = counted_profile(staged.stages, device, others=others)
+    if costs.unsteady:
+        say(f"warning: {spread_words(costs.unsteady)}")
     if arguments.pieces is not None:
         costs = _named(costs, holdings([stage.parameters for stage in staged.stages]))
     arguments.output.write(profile_json.dumps(ProfileFile(costs, num_microbatches=arguments.microbatches)))

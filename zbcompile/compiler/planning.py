@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -41,6 +42,7 @@ from zbcompile.schedule.ir import Kind, Placement, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
 from zbcompile.schedule.speeds import on_ranks, relative
+from zbcompile.schedule.spread import spread_words
 
 __all__ = ["keep_order_of_changes", "plan_for_all", "profile_and_plan", "solve"]
 
@@ -351,6 +353,8 @@ def _profile(
     profile = measure(
         staged.stages, staged.captured.state, call.flat_example, together=together, others=others
     )
+    if profile.unsteady:
+        warnings.warn(spread_words(profile.unsteady), RuntimeWarning, stacklevel=2)
     profile = _with_own_bytes(profile, options, staged)
     observer("measure", profile)
     return profile

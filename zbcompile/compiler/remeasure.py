@@ -18,6 +18,7 @@ from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Kind, Schedule
 from zbcompile.schedule.microbatches import MILLION
 from zbcompile.schedule.problem import Problem
+from zbcompile.schedule.spread import unsteady
 
 __all__ = ["profile_of"]
 
@@ -88,12 +89,15 @@ def profile_of(measured: Measured, schedule: Schedule, problem: Problem, *, link
     if links:
         messages = _messages(measured, starts, problem)
         measured_links = _links(messages, max(_SHORTEST_WAIT_NS, 2 * host), problem.profile)
+    times = _times(measured, problem)
+    stages = enumerate(problem.profile.stages)
     return replace(
         problem.profile,
-        stages=_stages(measured, problem),
+        stages=tuple(_stage(cost, times, s) for s, cost in stages),
         links=tuple(sorted((dict(problem.profile.links) | measured_links).items(), key=lambda item: item[0])),
         overhead_ns=host,
         source=f"{measured.source}: a step that ran",
+        unsteady=unsteady({(f"stage {s}", kind.letter): row for (kind, s), row in times.items()}),
     )
 
 
@@ -110,10 +114,10 @@ def _check_whole(measured: Measured, schedule: Schedule) -> None:
             )
 
 
-def _stages(measured: Measured, problem: Problem) -> tuple[StageCost, ...]:
-    """Return the costs of the stages: medians, of times without the factors of microbatches that differ."""
+def _times(measured: Measured, problem: Problem) -> dict[tuple[Kind, int], list[int]]:
+    """Return the times by kind and stage, without the factors of microbatches that differ."""
     times: dict[tuple[Kind, int], list[int]] = {}
-    profile, costs = problem.profile, problem.microbatch_costs
+    costs = problem.microbatch_costs
     for row in measured.ranks:
         for action, start, end in row:
             if action.kind.is_compute:
@@ -121,19 +125,21 @@ def _stages(measured: Measured, problem: Problem) -> tuple[StageCost, ...]:
                 if factor:
                     plain = (end - start) * MILLION // factor
                     times.setdefault((action.kind, action.stage), []).append(plain)
-    medians = {key: _median(values, 0) for key, values in times.items()}
-    return tuple(_stage(cost, medians, s) for s, cost in enumerate(profile.stages))
+    return times
 
 
-def _stage(cost: StageCost, medians: Mapping[tuple[Kind, int], int], stage: int) -> StageCost:
-    """Return a stage's cost with measured times; a kind that never ran keeps its ratio to those that did."""
+def _stage(cost: StageCost, times: Mapping[tuple[Kind, int], Sequence[int]], stage: int) -> StageCost:
+    """Return a stage's cost with the medians of its times.
+
+    A kind that never ran keeps its ratio to those that did.
+    """
     old = {
         _F: cost.forward_ns,
         _B: cost.backward_input_ns,
         _W: cost.backward_weight_ns,
         _BW: cost.full_backward_ns,
     }
-    now = {kind: medians.get((kind, stage)) for kind in old}
+    now = {kind: _median(times[kind, stage], 0) if (kind, stage) in times else None for kind in old}
     ran = [kind for kind in (_B, _W, _BW) if now[kind] is not None]
     before = sum(old[kind] for kind in ran)
     after = sum(value for kind in ran if (value := now[kind]) is not None)

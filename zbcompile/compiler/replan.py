@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 from zbcompile.compiler.compiled import CompiledPipeline
@@ -17,6 +18,7 @@ from zbcompile.schedule.event_graph import EventGraph
 from zbcompile.schedule.problem import Objective
 from zbcompile.schedule.simulate import timeline_of
 from zbcompile.schedule.solution import Solution
+from zbcompile.schedule.spread import spread_words
 
 __all__ = ["Replan", "planned_anew", "replan", "weighed"]
 
@@ -71,6 +73,8 @@ def planned_anew(
     from zbcompile.planner.plan import plan  # here, so that a pipeline with a given order needs no solver
 
     profile = profile_of(measured, running.schedule, running.problem, links=links)
+    if profile.unsteady:
+        warnings.warn(spread_words(profile.unsteady), RuntimeWarning, stacklevel=2)
     return plan(running.problem.with_(profile=profile), time_limit_s=time_limit_s, seed=seed)
 
 

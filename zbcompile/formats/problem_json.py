@@ -32,6 +32,7 @@ from zbcompile.schedule.ir import MAX_COUNT, PLACEMENTS, Placement
 from zbcompile.schedule.limits import check_amounts
 from zbcompile.schedule.microbatches import MILLION, MOST_FACTOR_PPM, MicrobatchCost
 from zbcompile.schedule.problem import ACCUMULATE, OBJECTIVES, TRANSPORTS, Problem
+from zbcompile.schedule.spread import Spread
 
 __all__ = [
     "ACCUMULATION",
@@ -59,6 +60,7 @@ MAX_STAGES = 4096
 _MAX_VARIANTS = 64
 _MAX_LINKS = 1 << 16
 _MAX_CELLS = 1 << 20
+_MAX_SPREADS = 4 * MAX_STAGES
 
 RANK = Whole(high=MAX_STAGES, name="rank")
 COUNT = Whole(1, MAX_COUNT)
@@ -171,6 +173,19 @@ _RANK_LINK = Record(
     name="rank_link",
     parts=lambda entry: {"source_rank": entry[0][0], "target_rank": entry[0][1], "link": entry[1]},
 )
+_SPREAD = Record(
+    Spread,
+    (
+        Field("place", TEXT, "what was measured, such as a stage"),
+        Field("kind", Word("kind", ("F", "B", "W", "BW")), "the phase"),
+        Field("fastest_ns", TIME, "the fastest repeat"),
+        Field("median_ns", TIME, "the cost that is planned with"),
+        Field("slowest_ns", TIME, "the slowest repeat"),
+        Field("repeats", Whole(1, MAX_COUNT), "how often it was measured"),
+    ),
+    "a measured time whose repeats differ widely",
+    name="spread",
+)
 PROFILE = Record(
     Profile,
     (
@@ -200,6 +215,14 @@ PROFILE = Record(
             brief=True,
         ),
         Field("overhead_ns", TIME, "host time that every compute action adds", default=0),
+        Field(
+            "unsteady",
+            ListOf(_SPREAD, _MAX_SPREADS),
+            "measured times whose repeats differ widely, so that they may be wrong",
+            default=(),
+            null=True,
+            brief=True,
+        ),
     ),
     name="profile",
 )

@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from zbcompile.errors import UsageError
+from zbcompile.schedule.spread import Spread
 
 __all__ = ["Edge", "Link", "Profile", "StageCost"]
 
@@ -219,6 +220,9 @@ class Profile:
         Host time in ns that every compute action adds on its rank (`rehearse` calibrates it).
     source
         Where the numbers come from, for people ("measured on cpu", "arXiv 2401.10241").
+    unsteady
+        Measured times whose repeats differ widely, so that their medians may be wrong. Empty: none do, or
+        the numbers were not measured.
 
     Raises
     ------
@@ -232,6 +236,7 @@ class Profile:
     links: tuple[tuple[tuple[int, int], Link], ...] = ()
     overhead_ns: int = 0
     source: str = ""
+    unsteady: tuple[Spread, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.stages:

@@ -70,7 +70,9 @@ def versions(kind: str) -> dict[str, object]:
         "cores": os.cpu_count() or 0,
         "devices": num_devices(kind),
     }
-    if kind == "cuda":
+    if kind != "cuda":
+        found["note"] = "on a CPU; no time or ratio here says anything about a GPU, only the lines are tested"
+    else:
         properties = torch.cuda.get_device_properties(0)
         found |= {
             "device_name": properties.name,

@@ -6,6 +6,8 @@ docs/howto/questions.md lists the fields.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from zbcompile.formats.schedule_json import action_to
 from zbcompile.schedule.ir import Action
 from zbcompile.schedule.wait_roots import Link
@@ -27,6 +29,7 @@ def explanation_json(found: Explanation) -> dict[str, object]:
         "objective": problem.objective,
         "transport": problem.transport,
         "has_profile": found.has_costs,
+        "unsteady": [asdict(spread) for spread in problem.profile.unsteady],
         "value_ns": timeline.value_ns,
         "span_ns": timeline.span_ns,
         "makespan_ns": timeline.makespan_ns,

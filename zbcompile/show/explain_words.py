@@ -8,6 +8,7 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from zbcompile.schedule.spread import spread_words
 from zbcompile.schedule.wait_roots import Stretch
 from zbcompile.show.bubbles import Bubble, Moment
 from zbcompile.show.explain import Explanation
@@ -45,6 +46,8 @@ class _Words(WaitWords):
         parts = [*self._certificate(), Prose(""), *self._deciding(), Prose(""), *self._ranks()]
         if self.found.measured is not None:
             parts += [Prose(""), *self._measured()]
+        if unsteady := spread_words(self.problem.profile.unsteady):
+            parts += [Prose(""), Prose(unsteady, style="bold")]
         return Group(*parts, *self._bubbles("the longest waits"))
 
     def one_rank(self, rank: int) -> Group:

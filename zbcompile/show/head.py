@@ -16,6 +16,7 @@ from zbcompile.show.summary import (
     headline,
     origin_words,
     proof_line,
+    spread_line,
 )
 from zbcompile.show.units import format_bytes, percent
 
@@ -36,6 +37,8 @@ def head_lines(summary: Summary) -> Iterator[tuple[str, Style | None]]:
     for line in (cuts_line(summary), gradients_line(summary)):
         if line:
             yield line, None
+    if line := spread_line(summary):
+        yield line, _FAULT
     yield " · ".join(facts(summary)), DIM
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from zbcompile.formats.measured_json import Measured
 from zbcompile.formats.schedule_json import ScheduleFile
@@ -17,6 +17,7 @@ from zbcompile.schedule.ir import Kind, Schedule
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import Timeline, timeline_of
 from zbcompile.schedule.solution import Certificate
+from zbcompile.schedule.spread import spread_words
 from zbcompile.schedule.sum_order import numbered_by_turn
 from zbcompile.show.baseline import Baseline, one_f_one_b
 from zbcompile.show.units import TimeUnit, format_bytes, found_by, percent, time_unit
@@ -31,6 +32,7 @@ __all__ = [
     "origin_words",
     "proof_line",
     "remarks",
+    "spread_line",
     "summarize",
     "timeline_remarks",
     "to_json",
@@ -233,6 +235,11 @@ def gradients_line(summary: Summary) -> str:
     return gradients_words(summary.timeline.schedule, summary.timeline.problem)
 
 
+def spread_line(summary: Summary) -> str:
+    """Say which measured times the order was made for were not steady; empty where all were."""
+    return spread_words(summary.timeline.problem.profile.unsteady)
+
+
 def to_json(summary: Summary) -> dict[str, object]:
     """Return all figures as plain values: shares as fractions, times in ns, memory in bytes."""
     timeline, problem = summary.timeline, summary.timeline.problem
@@ -253,6 +260,7 @@ def to_json(summary: Summary) -> dict[str, object]:
         "accumulate": problem.accumulate,
         "kept_gradients": problem.kept_gradients,
         "has_profile": summary.has_profile,
+        "unsteady": [asdict(spread) for spread in problem.profile.unsteady],
         "origin": summary.origin,
         "pieces_per_stage": None if cuts is None else list(cuts.sizes),
         "span_ns": timeline.span_ns,
