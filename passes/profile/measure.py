@@ -1,8 +1,8 @@
 """Measure what stages cost: times of F, B, W and BW on this machine, bytes from the graphs.
 
 ``tuple[StageGraphs] + one microbatch --> Profile``. Contract in: stages with weights. Contract out: every
-time is the median of several runs after a warm-up, on the real inputs of the stage; `Profile.unsteady` names the
-times whose runs differ widely; bytes are exact.
+time is the median of several runs after a warm-up, on the real inputs of the stage; `Profile.unsteady` names
+the times whose runs differ widely; bytes are exact.
 Parameters, buffers and random state are left as they were.
 """
 

@@ -1,4 +1,4 @@
-"""A profile measured on a busy machine says so: in `Profile.unsteady`, in warnings, in `show` and `explain`."""
+"""A profile measured on a busy machine says so: in `Profile.unsteady`, a warning, `show` and `explain`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MS = 1_000_000
 
 
 def _clock(monkeypatch: pytest.MonkeyPatch, taken_ns: list[int]) -> None:
-    """Let calls take these times, again and again; a stage has five of them in a run, one of which is not timed."""
+    """Let timed calls take these times, again and again: F, B, W and BW of one run, then of the next."""
     steps = itertools.cycle(taken_ns)
     times = itertools.accumulate(step for taken in steps for step in (1, taken))
     fake = SimpleNamespace(perf_counter=lambda: 0.0, perf_counter_ns=lambda: next(times))
@@ -44,7 +44,7 @@ def _compiled() -> zbcompile.Pipeline:
 
 
 def test_repeats_that_differ_are_named_where_a_user_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Four calls a run, six runs a stage: the third call (W) is slow in every other run.
+    # W is slow in every other run.
     _clock(monkeypatch, [MS, MS, MS, 2 * MS, MS, MS, 50 * MS, 2 * MS])
     with pytest.warns(RuntimeWarning, match=r"W of stage 1 .* in 5 repeats .*OMP_NUM_THREADS=1"):
         pipeline = _compiled()
