@@ -19,8 +19,6 @@ Repeats = Mapping[tuple[str, str], Sequence[int]]
 
 _WIDE = 2.0
 """Repeats differ widely where the slowest takes so many times as long as the fastest."""
-_ENOUGH_TO_TRIM = 5
-"""With so many repeats the fastest and the slowest are left out: a median does not move with one of them."""
 _SHARE, _LEAST_NS = 0.05, 100_000
 """Differences below this share of the largest median, or below this, are left out: they move no order."""
 _MOST_NAMED = 3
@@ -72,14 +70,14 @@ class Spread:
 def unsteady(times: Repeats) -> tuple[Spread, ...]:
     """Return the times whose repeats differ widely, the widest first.
 
-    Of five repeats and more the fastest and the slowest are left out when it is decided, because a median
-    does not follow a single one; the figures are those of all repeats.
+    A median does not follow a single repeat. So of three and more the slowest is left out when it is decided,
+    of five and more the fastest too; the figures are those of all repeats.
     """
     largest = max((statistics.median(values) for values in times.values() if values), default=0)
     found = []
     for (place, kind), values in times.items():
         ordered = sorted(values)
-        kept = ordered[1:-1] if len(ordered) >= _ENOUGH_TO_TRIM else ordered
+        kept = ordered[len(ordered) >= 5 : len(ordered) - (len(ordered) >= 3)]
         if len(kept) < 2:
             continue
         fast, slow = kept[0], kept[-1]
