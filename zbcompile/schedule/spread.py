@@ -18,7 +18,7 @@ Repeats = Mapping[tuple[str, str], Sequence[int]]
 """Times in ns by (place, kind), such as ``("stage 2", "F")``."""
 
 _WIDE = 2.0
-"""Repeats differ widely where the slowest takes so many times as long as the fastest."""
+"""Repeats differ widely where their median takes so many times as long as the fastest."""
 _SHARE, _LEAST_NS = 0.05, 100_000
 """Differences below this share of the largest median, or below this, are left out: they move no order."""
 _MOST_NAMED = 3
@@ -70,20 +70,17 @@ class Spread:
 def unsteady(times: Repeats) -> tuple[Spread, ...]:
     """Return the times whose repeats differ widely, the widest first.
 
-    A median does not follow a single repeat. So of three and more the slowest is left out when it is decided,
-    of five and more the fastest too; the figures are those of all repeats.
+    The fastest repeat was disturbed least, so the median is held against it. A few slow repeats do not move a
+    median and are not spoken of. Two repeats have their mean for a median.
     """
     largest = max((statistics.median(values) for values in times.values() if values), default=0)
     found = []
     for (place, kind), values in times.items():
-        ordered = sorted(values)
-        kept = ordered[len(ordered) >= 5 : len(ordered) - (len(ordered) >= 3)]
-        if len(kept) < 2:
+        if len(values) < 2:
             continue
-        fast, slow = kept[0], kept[-1]
-        if slow >= _WIDE * max(1, fast) and slow - fast >= max(_LEAST_NS, _SHARE * largest):
-            median = int(statistics.median(ordered))
-            found.append(Spread(place, kind, ordered[0], median, ordered[-1], len(ordered)))
+        fastest, median, slowest = min(values), int(statistics.median(values)), max(values)
+        if median >= _WIDE * max(1, fastest) and median - fastest >= max(_LEAST_NS, _SHARE * largest):
+            found.append(Spread(place, kind, fastest, median, slowest, len(values)))
     return tuple(sorted(found, key=lambda spread: -spread.ratio))
 
 
