@@ -44,6 +44,9 @@ _APART = 1_000_003
 _LONGER = 4.0
 """Most by which a round is made longer than its counts say."""
 
+_FEWEST = 12
+"""Orders that are looked at however little time there is."""
+
 _AGAIN = 4
 """Orders that are annealed again every other time."""
 
@@ -148,9 +151,30 @@ def _whole(run: Run, orders: list[Order]) -> list[_Annealed]:
 def _ladder(run: Run, orders: list[Order], used: int = 0) -> Iterator[_Annealed]:
     """Anneal whole orders by halving; yield all that is found."""
     if run.sieves:
-        return _halve(run, _whole(run, orders), run.effort.anneal * 3 // 4, _SIEVE, used)
+        tries = run.effort.anneal * 3 // 4
+        return _halve(run, _fitting(run, _whole(run, orders), tries, _SIEVE), tries, _SIEVE, used)
     tries = run.effort.anneal * 3 // 2 if run.is_tight else run.effort.anneal
     return _halve(run, _whole(run, orders), tries, _THIRDS, used)
+
+
+def _fitting(run: Run, starts: list[_Annealed], tries: int, rounds: _Rounds) -> list[_Annealed]:
+    """Return so many of the orders, spread over all of them, that every round has its tries in the time left.
+
+    A slow or busy machine would else spend all its time on the first look. One order is annealed to see how
+    long a try takes; where the counts end the search, all orders are returned.
+    """
+    count = len(starts)
+    if run.options.level is not None or count <= _FEWEST or run.done:
+        return starts
+    compiled, began = compile_seconds(), time.monotonic()
+    for _ in _round(run, starts[:1], tries, 0):
+        pass
+    took = time.monotonic() - began - (compile_seconds() - compiled)
+    cores = len(os.sched_getaffinity(0)) if can_compile() else 1
+    most = (run.seconds_left - run.reserve_s) * cores * tries / max(took, 1e-9)
+    while count > _FEWEST and _planned(count, tries, rounds) > most:
+        count -= 1
+    return [starts[k * len(starts) // count] for k in range(count)]
 
 
 def _halve(
