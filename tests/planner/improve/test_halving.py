@@ -106,3 +106,21 @@ def test_a_part_of_another_run_and_many_microbatches_do_not_sieve() -> None:
     many = Run(Problem.of(profile, Placement.v(4), 17, 2 * TIGHT), time_limit_s=10)
     assert many.is_tight
     assert not many.sieves
+
+
+@pytest.mark.parametrize(
+    ("seconds", "level", "whole"), [(600, None, True), (0.3, None, False), (0.3, 1, True)]
+)
+def test_little_time_makes_the_first_look_shorter_and_counts_do_not(
+    seconds: float, level: int | None, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(TIGHT, Options(level=level))
+    orders = [run.scored(order) for order in OffsetKeyOrders().propose(run)] * 20
+    monkeypatch.setattr(type(run.incumbent), "seconds_left", property(lambda _: seconds))
+    starts = halving._whole(run, orders)
+    looked_at, tries = halving._first_look(run, starts, 20_000)
+    assert (looked_at == starts) == (tries == 20_000) == whole
+    if not whole:
+        assert halving._FEWEST <= len(looked_at) < len(starts)
+        assert looked_at[0] is starts[0]
+        assert looked_at[-1] in starts[len(starts) // 2 :]

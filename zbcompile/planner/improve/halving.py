@@ -47,6 +47,9 @@ _LONGER = 4.0
 _FEWEST = 12
 """Orders that are looked at however little time there is."""
 
+_ENOUGH = 0.6
+"""Share of the tries for which there must be time, or else the first look is made shorter."""
+
 _AGAIN = 4
 """Orders that are annealed again every other time."""
 
@@ -151,30 +154,33 @@ def _whole(run: Run, orders: list[Order]) -> list[_Annealed]:
 def _ladder(run: Run, orders: list[Order], used: int = 0) -> Iterator[_Annealed]:
     """Anneal whole orders by halving; yield all that is found."""
     if run.sieves:
-        tries = run.effort.anneal * 3 // 4
-        return _halve(run, _fitting(run, _whole(run, orders), tries, _SIEVE), tries, _SIEVE, used)
+        starts, tries = _first_look(run, _whole(run, orders), run.effort.anneal * 3 // 4)
+        return _halve(run, starts, tries, _SIEVE, used)
     tries = run.effort.anneal * 3 // 2 if run.is_tight else run.effort.anneal
     return _halve(run, _whole(run, orders), tries, _THIRDS, used)
 
 
-def _fitting(run: Run, starts: list[_Annealed], tries: int, rounds: _Rounds) -> list[_Annealed]:
-    """Return so many of the orders, spread over all of them, that every round has its tries in the time left.
+def _first_look(run: Run, starts: list[_Annealed], tries: int) -> tuple[list[_Annealed], int]:
+    """Return which orders are looked at first, and with how many tries.
 
-    A slow or busy machine would else spend all its time on the first look. One order is annealed to see how
-    long a try takes; where the counts end the search, all orders are returned.
+    All of them, where the time allows about what the counts say or the counts end the search. A slow or busy
+    machine would else spend all its time on the first look: it gets fewer orders, spread over all, with fewer
+    tries. One order is annealed to see how long a try takes.
     """
-    count = len(starts)
-    if run.options.level is not None or count <= _FEWEST or run.done:
-        return starts
+    if run.options.level is not None or len(starts) <= _FEWEST or run.done:
+        return starts, tries
     compiled, began = compile_seconds(), time.monotonic()
     for _ in _round(run, starts[:1], tries, 0):
         pass
     took = time.monotonic() - began - (compile_seconds() - compiled)
     cores = len(os.sched_getaffinity(0)) if can_compile() else 1
-    most = (run.seconds_left - run.reserve_s) * cores * tries / max(took, 1e-9)
-    while count > _FEWEST and _planned(count, tries, rounds) > most:
-        count -= 1
-    return [starts[k * len(starts) // count] for k in range(count)]
+    allowed = (run.seconds_left - run.reserve_s) * cores * tries / max(took, 1e-9)
+    share = allowed / _planned(len(starts), tries, _SIEVE)
+    if share >= _ENOUGH:
+        return starts, tries
+    part = max(0.0, share) ** 0.5
+    count = max(_FEWEST, int(part * len(starts)))
+    return [starts[k * len(starts) // count] for k in range(count)], max(1, int(part * tries))
 
 
 def _halve(
