@@ -44,8 +44,8 @@ class Measured:
 
     @property
     def makespan_ns(self) -> int:
-        """Last end of a compute action, in ns."""
-        return max((end for row in self.ranks for a, _, end in row if a.kind.is_compute), default=0)
+        """Last end of anything but a message, in ns."""
+        return max((end for row in self.ranks for a, _, end in row if not a.kind.is_message), default=0)
 
     @property
     def bubble(self) -> float:

@@ -158,12 +158,18 @@ class _Step:
     @property
     def span_ns(self) -> int:
         """The longest time on one rank from the first start to the last end."""
-        begins = [min((s for _, s, _ in row), default=0) for row in self.measured.ranks]
+        begins = [
+            min((start for start, _ in self._own(rank)), default=0) for rank in range(len(self._ends()))
+        ]
         return max(end - begin for begin, end in zip(begins, self._ends(), strict=True))
 
+    def _own(self, rank: int) -> list[tuple[int, int]]:
+        """Return starts and ends of what a rank does itself; it may wait for messages from the beginning."""
+        return [(start, end) for a, start, end in self.measured.ranks[rank] if not a.kind.is_message]
+
     def _ends(self) -> list[int]:
-        rows = zip(self.measured.ranks, self.updates_ns, strict=True)
-        return [max((end for _, _, end in row), default=0) + update for row, update in rows]
+        updates = enumerate(self.updates_ns)
+        return [max((end for _, end in self._own(rank)), default=0) + update for rank, update in updates]
 
 
 def _updates(group: PipelineGroup, own_ns: int, problem: Problem) -> tuple[int, ...]:
