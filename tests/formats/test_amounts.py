@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from fractions import Fraction
 
@@ -58,7 +59,9 @@ def test_an_amount_is_read_exactly(unit: Unit, number: int, shift: int, data: st
         (TIME, "-5ms", "is no time"),
         (TIME, " 5ms", "is no time"),
         (TIME, "5  ms", "is no time"),
-        (TIME, ".5ms", "is no time"),
+        (TIME, ".ms", "is no time"),
+        (TIME, "5.ms", "is no unit"),
+        (TIME, ".5", "has no unit"),
         (TIME, "9007199255s", "too much"),
         (SIZE, "2", "2 has no unit"),
         (SIZE, "2G", "'G' is no unit of a size"),
@@ -72,6 +75,12 @@ def test_an_amount_is_read_exactly(unit: Unit, number: int, shift: int, data: st
 def test_what_could_be_meant_otherwise_is_refused(unit: Unit, text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         unit.read(text)
+
+
+@pytest.mark.parametrize(("unit", "text", "amount"), [(TIME, ".6ms", 600_000), (SIZE, ".5 GiB", 1 << 29)])
+def test_an_amount_may_begin_with_its_point(unit: Unit, text: str, amount: int) -> None:
+    assert unit.read(text) == amount
+    assert re.search(unit.pattern, text)
 
 
 def test_toml_and_json_say_the_same_and_the_schema_takes_both() -> None:

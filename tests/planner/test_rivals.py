@@ -82,7 +82,10 @@ def test_microbatches_that_differ_are_timed_as_they_are() -> None:
     ("given", "words"),
     [
         (problem(4, 8, 4), ("is worth it here: span", "1F1B does not fit", "try two stages per rank")),
-        (problem(4, 8, 2), ("at the same memory, 2 in flight", "ZB-V does not fit")),
+        (
+            problem(4, 8, 2),
+            ("at the same memory, 1F1B cut down to 2 in flight so that it fits", "ZB-V does not fit"),
+        ),
         (problem(4, 8, None), ("with no cap on memory", "longer than ZB-V (828 ns, stages in halves)")),
         (problem(1, 4, None), ("does not pay here", "as long as 1F1B", "one rank has no bubble")),
         (problem(4, 8, 8, "batched"), ("interleaved 1F1B does not apply: it deadlocks with batched sends",)),

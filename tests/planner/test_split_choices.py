@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import zbcompile.planner.split_choices as split_choices_module
 from zbcompile.errors import UsageError
 from zbcompile.planner.core.instance import BW, B, Codes, F, Fusing, Instance, W, to_codes
 from zbcompile.planner.core.score import fits
 from zbcompile.planner.portfolio import NAMES
-from zbcompile.planner.split_choices import SplitTable, split_choices
-from zbcompile.planner.split_reasons import MOST_EXPLAINED, Cause, rank_reasons, saving_ns
+from zbcompile.planner.split_choices import OURS, SplitRow, SplitTable, split_choices
+from zbcompile.planner.split_reasons import MOST_EXPLAINED, Cause, Choice, RankReason, rank_reasons, saving_ns
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import TRANSPORTS, Problem
 from zbcompile.schedule.solution import Solution
+from zbcompile.show.split_choices import split_choices_json, split_choices_table
 
 
 def two_ranks(saving: int, travel: int, cap: int | None = None, weight: int = 1) -> Problem:
@@ -154,3 +157,25 @@ def test_what_cannot_be_answered_is_refused() -> None:
     assert MOST_EXPLAINED < 3 * 64 * 64 * 64
     with pytest.raises(UsageError, match="too large to say why"):
         split_choices(wide)
+
+
+def test_sentences_stand_under_their_send_mode_and_equal_ranks_share_one() -> None:
+    problem = Problem.of(Profile.uniform(StageCost(2, 2, 2, 4, 2, 1), 3), None, 3)
+    tie, waits = Choice(3, 0, True, Cause.TIE), Choice(3, 4, True, Cause.WAITS)
+    reasons = (
+        RankReason(0, tie, None, 0, None),
+        RankReason(1, waits, None, 0, 1),
+        RankReason(2, waits, None, 0, 1),
+    )
+    made = SplitTable(problem, (SplitRow(OURS),), 9, reasons)
+    out = io.StringIO()
+    Console(file=out, width=100).print(split_choices_table([made, made]))
+    lines = [line.strip() for line in out.getvalue().splitlines()]
+    said = [
+        "async:",
+        "rank 0 splits all 3 (fused, the step would be as long).",
+        "each of ranks 1 and 2 splits all 3 (fused, the step would be 4 ns longer: W fills waits).",
+    ]
+    first = lines.index("async:")
+    assert lines[first : first + 6] == said * 2
+    assert split_choices_json([made])["transports"][0]["ranks"][1]["why"].startswith("rank 1 splits")  # type: ignore[index]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from tests.support.places import EXAMPLES
 from tests.support.planner_cases import V_STAGE
@@ -14,13 +16,13 @@ from zbcompile.formats import schedule_json
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.changes import Change
 from zbcompile.planner.core.instance import Fusing
-from zbcompile.planner.what_if import activation_worth, what_if
+from zbcompile.planner.what_if import Outcome, activation_worth, what_if
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
-from zbcompile.show.what_if import WhatIf, what_if_json
+from zbcompile.show.what_if import WhatIf, what_if_json, what_if_table
 
 FILE = schedule_json.loads((EXAMPLES / "four-unequal-stages.schedule.json").read_text())
 PROBLEM = FILE.problem
@@ -134,6 +136,30 @@ def test_rows_are_legal_and_no_worse_than_what_is_known() -> None:
     assert [found.gain(row) for row in rows[:5]] == [-50_000_000, -75_000_000, -4_086_534, 20_000_000, 0]
     assert all(found.settled(row) for row in rows[:5])
     assert what_if_json(found)["changes"][3]["name"] == "the link 2-3 slower by 10ms"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("row", "cell", "note"),
+    [
+        ((90, 90), "-10 ns (-10.0 %)", None),
+        ((90, 80), "~-10 ns (-10.0 %)", "but not which is shorter"),
+        ((98, 80), "~-2 ns (-2.0 %)", "but not which is shorter"),
+        ((101, 80), "~+1 ns (+1.0 %)", "do not settle which is shorter"),
+        ((100, 80), "~the same", "do not settle which is shorter"),
+    ],
+)
+def test_an_amount_is_marked_unless_both_values_are_proved(
+    row: tuple[int, int], cell: str, note: str | None
+) -> None:
+    """That the bounds settle which is shorter says nothing of by how much."""
+    base, changed = Outcome("as it is", 100, 100), Outcome("changed", *row)
+    made = WhatIf(PROBLEM, 100, base, [changed], None)
+    out = io.StringIO()
+    Console(file=out, width=100).print(what_if_table(made))
+    assert cell in out.getvalue()
+    assert ("~" in out.getvalue()) == (not made.exact(changed)) == (row[0] != row[1])
+    assert note is None or note in " ".join(out.getvalue().split())
+    assert what_if_json(made)["changes"][0]["settled_by_bounds"] is (row[0] < 100)  # type: ignore[index]
 
 
 def test_a_row_that_nothing_fits_says_why() -> None:

@@ -17,7 +17,7 @@ from zbcompile.schedule.limits import MAX_AMOUNT
 
 __all__ = ["RATE", "SIZE", "TIME", "Unit", "has_unit"]
 
-_NUMBER = "[0-9]{1,18}(?:[.][0-9]{1,18})?"
+_NUMBER = "(?:[0-9]{1,18}(?:[.][0-9]{1,18})?|[.][0-9]{1,18})"
 _BARE = re.compile("[0-9.]*")
 
 

@@ -52,7 +52,7 @@ def _over_1f1b(summary: Summary) -> str:
         return f"{length}; 1F1B does not apply: {baseline.why}"
     capped = any(cap is not None for cap in timeline.problem.caps)
     few = baseline.in_flight < min(timeline.schedule.num_ranks, timeline.schedule.num_microbatches)
-    how = f"{', ' if capped else ''}{baseline.in_flight} in flight" if few else ""
+    how = f", 1F1B cut down to {baseline.in_flight} in flight so that it fits" if few else ""
     at = f" at the same memory{how}" if capped else f" with no cap on memory{how}"
     other = summary.unit.text(baseline.timeline.value_ns)
     return f"{length} is {_than(timeline.value_ns, baseline.timeline.value_ns)} 1F1B ({other}){at}"

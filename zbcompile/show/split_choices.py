@@ -68,23 +68,36 @@ def _cells(row: SplitRow, made: SplitTable, unit: TimeUnit, rehearsed_ns: int | 
 
 
 def _why(made: SplitTable) -> list[str]:
-    """Return the sentences of one send mode."""
-    mode = f"{made.problem.transport}: "
+    """Return the send mode, and below it a sentence for each group of ranks of which the same is true."""
     if not made.reasons:
-        return [mode + made.ours.why_not]
-    return [mode + rank_sentence(reason) for reason in made.reasons]
+        return [f"{made.problem.transport}: {made.ours.why_not}"]
+    alike: dict[str, list[RankReason]] = {}
+    for reason in made.reasons:
+        alike.setdefault(_choices(reason), []).append(reason)
+    return [f"{made.problem.transport}:", *map(_sentence, alike.values())]
 
 
 def rank_sentence(reason: RankReason) -> str:
     """Say in one sentence what a rank splits and fuses, and what decides."""
+    return _sentence([reason])
+
+
+def _sentence(alike: Sequence[RankReason]) -> str:
+    *first, last = (str(reason.rank) for reason in alike)
+    if not first:
+        return f"rank {last} {_choices(alike[0])}."
+    return f"each of ranks {', '.join(first)} and {last} {_choices(alike[0])}."
+
+
+def _choices(reason: RankReason) -> str:
     parts = []
     if reason.split is not None:
         why = _why_split(reason.split, reason)
-        parts.append(f"splits {_how_many(reason, reason.split)} ({why})")
+        parts.append(f"splits {_how_many(reason, reason.split)} (fused, {why})")
     if reason.fused is not None:
         why = _why_fused(reason.fused, reason)
-        parts.append(f"fuses {_how_many(reason, reason.fused)} ({why})")
-    return f"rank {reason.rank} {' and '.join(parts)}."
+        parts.append(f"fuses {_how_many(reason, reason.fused)} (split, {why})")
+    return " and ".join(parts)
 
 
 def _how_many(reason: RankReason, choice: Choice) -> str:
@@ -93,35 +106,37 @@ def _how_many(reason: RankReason, choice: Choice) -> str:
 
 
 def _why_split(choice: Choice, reason: RankReason) -> str:
+    """Say what the step would be if backwards that are split were fused."""
     if choice.change_ns is None:
-        return "fused where they stand they would hang"
+        return "the step would hang"
     if choice.cause is Cause.TIE:
-        return "fused they would take as long: nothing decides"
+        return "the step would be as long"
     if choice.cause is Cause.MISSED:
-        return f"fused they would save {_time(choice.change_ns)}, which the search has missed"
+        return f"the step would be {_time(choice.change_ns)} shorter, which the search has missed"
     why = {
         Cause.SAVING: f"BW takes {_time(-reason.saving_ns)} more than B and W",
-        Cause.TRAVEL: f"W hides the travel of gradients, {_time(reason.travel_ns or 0)} each",
-        Cause.MEMORY: "memory decides",
-    }.get(choice.cause, "their W's fill waits")
-    return f"fused they would cost {_time(choice.change_ns)}: {why}"
+        Cause.TRAVEL: f"W runs while gradients travel, {_time(reason.travel_ns or 0)} each",
+        Cause.MEMORY: "the caps on memory decide",
+    }.get(choice.cause, "W fills waits")
+    return f"the step would be {_time(choice.change_ns)} longer: {why}"
 
 
 def _why_fused(choice: Choice, reason: RankReason) -> str:
+    """Say what the step would be if backwards that are fused were split."""
     if choice.change_ns is None:
-        return "split where they stand they would hang"
+        return "the step would hang"
     if choice.cause is Cause.TIE:
-        why = "no rank waits for its gradients" if reason.travel_ns is None else "nothing decides"
-        return f"split they would take as long: {why}"
+        why = ": no rank waits for these gradients" if reason.travel_ns is None else ""
+        return f"the step would be as long{why}"
     if choice.cause is Cause.MEMORY:
-        return f"split they would save {_time(choice.change_ns)}, but do not fit: memory decides"
+        return f"the step would be {_time(choice.change_ns)} shorter, but would not fit under the caps"
     if choice.cause is Cause.MISSED:
-        return f"split they would save {_time(choice.change_ns)}, which the search has missed"
+        return f"the step would be {_time(choice.change_ns)} shorter, which the search has missed"
     why = {
         Cause.SAVING: f"fusing saves {_time(reason.saving_ns)} each",
-        Cause.SENDS: "a gradient that leaves early makes its rank wait for the receiver",
-    }.get(choice.cause, "their W's would fill no wait")
-    return f"split they would cost {_time(choice.change_ns)}: {why}"
+        Cause.SENDS: "the rank would wait for the receiver of a gradient that leaves early",
+    }.get(choice.cause, "W would fill no wait")
+    return f"the step would be {_time(choice.change_ns)} longer: {why}"
 
 
 def _time(time_ns: int) -> str:

@@ -61,6 +61,10 @@ class WhatIf:
         shorter, longer = row.value_ns < base.bound_ns, row.bound_ns > base.value_ns
         return shorter or longer or (row.proved and base.proved)
 
+    def exact(self, row: Outcome) -> bool:
+        """Return whether both values are proved, so that no longer search changes what lies between them."""
+        return row.proved and self.base.proved
+
 
 def what_if_table(found: WhatIf) -> Group:
     """Return the table of the changes, with notes on rows that nothing fits."""
@@ -86,7 +90,7 @@ def _cells(found: WhatIf, row: Outcome, unit: TimeUnit) -> list[str]:
     more = found.gain(row)
     if row is found.base or more is None or not found.base.value_ns:
         return [*cells, ""]
-    sign = "~" if not found.settled(row) else ""
+    sign = "" if found.exact(row) else "~"
     size = time_unit(abs(more)).text(abs(more))
     text = (
         f"{'-' if more < 0 else '+'}{size} ({100 * more / found.base.value_ns:+.1f} %)"
@@ -101,10 +105,17 @@ def _notes(found: WhatIf) -> Iterator[RenderableType]:
     given = unit.text(found.given_ns)
     if found.base.value_ns is not None and found.base.value_ns < found.given_ns:
         yield Prose(f"the order given takes {given}: planning it again finds a shorter one")
-    if any(not found.settled(row) and row.value_ns is not None for row in found.rows):
-        yield Prose(
-            "~: a longer search may change it; the bounds do not settle which is shorter", style="dim"
-        )
+    rows = [row for row in found.rows if found.gain(row) is not None and not found.exact(row)]
+    if rows:
+        text = "~: one of the two values is not proved, and a longer search may change the amount"
+        open_rows = [row.name for row in rows if not found.settled(row)]
+        if len(open_rows) == len(rows):
+            text += "; the bounds do not settle which is shorter"
+        elif open_rows:
+            text += f"; the bounds do not settle which is shorter with {'; '.join(open_rows)}"
+        else:
+            text += ", but not which is shorter"
+        yield Prose(text, style="dim")
     for row in found.rows:
         if row.value_ns is None:
             yield Prose(f"{row.name}: {row.why_not}")
