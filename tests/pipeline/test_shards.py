@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import zbcompile
 from tests.support.mesh_workers import profile
 from tests.support.part_workers import MICROBATCHES, batch, cube, cut, mse, two_by_two, whole_model
+from zbcompile.compiler.norms import norms_of_texts, norms_text, own_norms
 from zbcompile.compiler.parts import Part, boxes_of
 from zbcompile.runtime.launch import spawn
 
@@ -65,6 +66,20 @@ def joined(records: list[dict[str, Any]], key: str) -> dict[str, Tensor]:
                 assert torch.equal(tensor, other), name
                 whole[name] = tensor
     return whole
+
+
+@pytest.mark.parametrize("order", [0.0, 1.0, 2.0, math.inf, -1.0, -math.inf])
+def test_the_norm_of_pieces_is_that_of_the_whole(order: float) -> None:
+    """Three pieces of one gradient, the last one empty: the norm of each order, as of all entries at once."""
+    whole = torch.tensor([3.0, 0.5, -2.0, 4.0, 0.25])
+    texts = []
+    for number, entries in enumerate(whole.split([2, 3, 0])):
+        parameter = torch.nn.Parameter(torch.zeros_like(entries))
+        parameter.grad = entries
+        own = own_norms({"weight": parameter}, order)
+        texts.append(norms_text(own, "asked", {"weight": f"{number}/0"}))
+    found = norms_of_texts(texts, own, "asked", order)
+    assert float(found["weight"]) == pytest.approx(float(torch.linalg.vector_norm(whole, order)))
 
 
 def test_a_checkpoint_holds_the_whole_parameters_to_the_bit(

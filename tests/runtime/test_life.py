@@ -15,7 +15,7 @@ from tests.support.life_workers import (
     scaled_steps,
 )
 from zbcompile.errors import UsageError
-from zbcompile.runtime.launch import spawn
+from zbcompile.runtime.launch import spawn, spawn_outcomes
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -84,3 +84,13 @@ def test_narrow_parameters_and_one_scaler_have_the_bits_of_one_process() -> None
 
 def test_a_group_is_left_at_once_by_ranks_that_are_faster_than_others() -> None:
     assert spawn(life_workers.groups_left_at_once, 4, (60,), timeout_s=150) == [60] * 4
+
+
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_rank_that_ends_while_groups_are_made_is_said_to_be_gone(last: int) -> None:
+    """The first group is that of all ranks, the next one is made in the middle of compile()."""
+    *there, lost = spawn_outcomes(life_workers.lost_in_new_group, 4, (last,), timeout_s=60)
+    assert lost.exit_code == 7
+    for outcome in there:
+        assert outcome.error is None
+        assert "is gone: its connection" in str(outcome.value)

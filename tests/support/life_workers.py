@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zbcompile
@@ -271,3 +274,18 @@ def groups_left_at_once(rank: int, count: int) -> int:
     for k in range(count):
         leave_group(new_group(f"left {k}", [0, 1, 2, 3], timedelta(seconds=5), "gloo"))
     return count
+
+
+def lost_in_new_group(rank: int, last: int) -> str:
+    """Compile while rank 3 ends once it is connected in its group number ``last``; return the refusal."""
+    waits, made = dist.barrier, itertools.count(1)
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        if rank == 3 and next(made) == last:
+            os._exit(7)
+        return waits(*args, **kwargs)
+
+    dist.barrier = wait
+    with pytest.raises(PipelineError) as caught:
+        compiled(Chain(), 4, stall_limit=20.0)
+    return str(caught.value)

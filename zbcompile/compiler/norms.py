@@ -2,7 +2,8 @@
 
 torch's ``clip_grad_norm_`` takes the norm of each gradient, and then the norm of those norms. Ranks therefore
 exchange one number per parameter. A gradient that is the same on several ranks (of a tied parameter, of a
-copy) counts once; one of which ranks have different pieces (shards) has the norm of their norms.
+copy) counts once; one of which ranks have different pieces (shards) has the norm of their norms, which for
+order 0 is their sum.
 """
 
 from __future__ import annotations
@@ -89,8 +90,10 @@ def pieces_of(own: Mapping[str, nn.Parameter], parts: Parts) -> dict[str, str]:
 def own_norms(own: Mapping[str, nn.Parameter], norm_type: float) -> dict[str, Tensor]:
     """Return the norms of this process's gradients, or of its parts of them, by name."""
     grads = {name: local(p.grad) for name, p in own.items() if p.grad is not None}
-    # A rank may have nothing of a small parameter, and an empty part has no largest entry.
-    grads = {name: grad if grad.numel() else grad.new_zeros(1) for name, grad in grads.items()}
+    # A rank may have nothing of a small parameter. Its part must not change the norm of all: with a negative
+    # order the small entries count.
+    nothing = 0.0 if norm_type >= 0 else math.inf
+    grads = {name: grad if grad.numel() else grad.new_full((1,), nothing) for name, grad in grads.items()}
     return {name: torch.linalg.vector_norm(grad, norm_type) for name, grad in grads.items()}
 
 
@@ -222,4 +225,11 @@ def _same(one: _Told, other: _Told, largest: float) -> _Told:
 
 def _of_pieces(pieces: Sequence[_Told], norm_type: float, device: torch.device) -> Tensor:
     norms = [torch.tensor(told.norm, dtype=told.dtype, device=device) for told in pieces]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if len(norms) == 1:
+        return norms[0]
+    # The norm of order 0 counts the entries that are not zero: that of norms would count the pieces.
+    return (
+        torch.stack(norms).sum()
+        if norm_type == 0
+        else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    )

@@ -184,7 +184,11 @@ class PipelineGroup:
             return make()
         if members is None:
             self.barrier("a new group")
-        return self._meetings.alone(make, "makes its connections", ANY_RANK)
+        words = "makes its connections"
+        try:
+            return self._meetings.alone(make, words, ANY_RANK)
+        except ConnectionError:
+            self.watchdog.broken(ANY_RANK, words)
 
     def new_pipeline_group(self, backend: str) -> ProcessGroup:
         """Make another process group of this process's pipeline, whose ranks all call it."""

@@ -46,6 +46,11 @@ def new_group(name: str, ranks: list[int], timeout: timedelta, backend: str) -> 
 
     gloo's call returns on a rank as soon as this rank is connected. If it then left the group, or its process
     ended, a slower rank would find its connection closed. So the ranks of a gloo group wait for each other.
+
+    Raises
+    ------
+    ConnectionError
+        A rank was lost while the others waited for it.
     """
     module = dist.distributed_c10d
     given = module._process_group_name
@@ -55,7 +60,10 @@ def new_group(name: str, ranks: list[int], timeout: timedelta, backend: str) -> 
     finally:
         module._process_group_name = given
     if backend == "gloo":
-        dist.barrier(group)
+        try:
+            dist.barrier(group)
+        except RuntimeError as error:
+            raise ConnectionError(f"a rank left the new group {name}") from error
     return cast(ProcessGroup, group)
 
 
