@@ -115,3 +115,22 @@ def test_the_example_finds_every_gradient_equal(capsys: pytest.CaptureFixture[st
     assert load_example("run_stage").main() == 0
     shown = capsys.readouterr().out
     assert shown.count("equals autograd") == 6
+
+
+@pytest.mark.timeout(60)
+def test_a_parameter_that_was_replaced_in_a_stage_alone_is_refused_by_name() -> None:
+    """As ``fully_shard(stage)`` does: optimizers would get parameters that no step trains."""
+    x = torch.randn(4, 6)
+    made = zbcompile.compile(
+        Skip(), 2, example_args=(x,), example_target=x, loss_fn=nn.functional.mse_loss,
+        num_microbatches=1, split_points=["second"], time_limit=0.3,
+    )  # fmt: skip
+    made.step(x, target=x)
+    stage = made[0]
+    before = stage.first.weight
+    stage.first.weight = nn.Parameter(before.detach().clone())
+    for call in (lambda: made.step(x, target=x), lambda: list(made.parameters())):
+        with pytest.raises(UsageError, match=r"parameter of a stage was replaced.*first\.weight of stage 0"):
+            call()
+    stage.first.weight = before
+    made.step(x, target=x)

@@ -61,6 +61,7 @@ class Stage(nn.Module):
         self._model = (model,)  # in a tuple, so that it is not registered as a submodule
         self._held = tuple(dict.fromkeys([*getattr(stage, "parameters", ()), *getattr(stage, "buffers", ())]))
         self._tensors: dict[str, Tensor] = {}
+        self._tables: dict[str, Mapping[str, Tensor | None]] = {}
         self.follow(state)
 
     @property
@@ -69,11 +70,28 @@ class Stage(nn.Module):
         return getattr(self.compiled, "graphs", None)
 
     def follow(self, state: Mapping[str, Tensor]) -> None:
-        """Hold the tensors of ``state`` from now on: a parameter of the model may have been replaced."""
+        """Hold the tensors of ``state`` from now on: a parameter of the model may have been replaced.
+
+        Raises
+        ------
+        UsageError
+            A parameter was replaced in this module (by ``fully_shard``, say) and not in the model.
+        """
         for name in self._held:
             if self._tensors.get(name) is not state[name]:
-                _attach(self, name, state[name])
+                self._tables[name] = _attach(self, name, state[name])
                 self._tensors[name] = state[name]
+            elif isinstance(state[name], nn.Parameter):
+                found = self._tables[name].get(name.rpartition(".")[2])
+                if found is not state[name]:
+                    raise UsageError(
+                        "a parameter of a stage was replaced, and is not the model's any more: no step would "
+                        "train it",
+                        where=f"{name} of stage {self.index}",
+                        given=f"a {type(found).__name__}",
+                        fix="change the model in place of the stage; to shard stages, give compile(mesh=) a "
+                        "dimension dp_shard",
+                    )
 
     def materialize(
         self,
@@ -234,8 +252,11 @@ class Stage(nn.Module):
         return f"stage {self.index}: ({ins}) -> ({outs})"
 
 
-def _attach(root: nn.Module, name: str, value: Tensor) -> None:
-    """Register a tensor under a dotted name, through empty modules that spell out the path."""
+def _attach(root: nn.Module, name: str, value: Tensor) -> Mapping[str, Tensor | None]:
+    """Register a tensor under a dotted name, through empty modules that spell out the path.
+
+    Return the table that it is in.
+    """
     *path, leaf = name.split(".")
     holder = root
     for part in path:
@@ -244,10 +265,12 @@ def _attach(root: nn.Module, name: str, value: Tensor) -> None:
             child = nn.Module()
             holder.add_module(part, child)
         holder = child
+    _, parameters, buffers = module_tables(holder)
     if isinstance(value, nn.Parameter):
         holder.register_parameter(leaf, value)
-    else:
-        holder.register_buffer(leaf, value)
+        return parameters
+    holder.register_buffer(leaf, value)
+    return buffers
 
 
 class StateReader:
