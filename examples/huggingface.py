@@ -54,6 +54,7 @@ def main(weights: str | None = None) -> None:
         example_kwargs=next(batches()),
         num_microbatches=8,
         memory_limit=64 << 20,  # bytes per rank
+        observer=zbcompile.progress(),  # says on standard error which steps are done
     )
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
     for step, batch in enumerate(batches()):

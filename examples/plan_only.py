@@ -4,7 +4,7 @@
 
 Costs are times in nanoseconds and bytes; here they are made up: four stages, the last one heavier. The file,
 where one is named, is for `zbcompile show plan.json`, which draws it, and `zbcompile.compile(schedule=...)`,
-which runs it.
+which runs it. The first search on a machine compiles its kernels, about 20 seconds; later ones load them.
 """
 
 from __future__ import annotations

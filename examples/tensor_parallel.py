@@ -122,6 +122,7 @@ def compile_together(mesh: DeviceMesh) -> zbcompile.Pipeline:
         time_limit=2.0,
         mesh=mesh,
         shards=CUT,
+        observer=zbcompile.progress(),  # says on standard error which steps are done
     )
 
 

@@ -133,6 +133,7 @@ def train(args: Namespace) -> None:
             schedule=args.checkpoint if resumes else None,  # a restart runs the plan of the first start
             seed=args.seed,
             time_limit=args.time_limit,
+            observer=zbcompile.progress(),
         )
     optimizer, schedule = optimizer_and_schedule(pipeline.parameters(), args)
     if resumes:

@@ -97,6 +97,7 @@ def test_killed_and_started_again_under_torchrun(
     assert ended.returncode == 0, ended.stderr
     assert_equal(saved(train, folder), plain)
     assert "measured" in ended.stdout
+    assert "] capture" in ended.stderr
     assert "\nThe " in ended.stdout
 
 
