@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-import zbcompile
 from tests.support.hybrid_workers import MICROBATCHES, REPLICAS, hybrid
-from tests.support.mesh_workers import batch, layers, mse, profile
+from tests.support.mesh_workers import gone_on
 from zbcompile.runtime.launch import spawn
 
 pytestmark = [pytest.mark.timeout(300)]
@@ -38,13 +36,4 @@ def test_two_copies_of_two_shards_of_two_ranks_train_as_the_plain_loop(tmp_path:
     # Only the first copy writes, and one process goes on with what it wrote.
     files = [file for file in (tmp_path / "saved").iterdir() if file.suffix == ".distcp"]
     assert {file.name.split("_")[2] for file in files if file.stat().st_size} == {"0", "1", "2", "3"}
-    pipeline = zbcompile.compile(
-        layers(seed=3), 2, loss_fn=mse, num_microbatches=REPLICAS * MICROBATCHES, profile=profile(),
-        time_limit=0.3, verify=False,
-    )  # fmt: skip
-    x, y = batch(2)
-    pipeline.build((x,), {}, y)
-    optimizer = torch.optim.AdamW(list(pipeline.parameters()))
-    assert pipeline.load(tmp_path / "saved", optimizer) == {"at": 2}
-    merged = load_file(tmp_path / "merged.safetensors")
-    assert all(torch.equal(tensor, merged[name]) for name, tensor in pipeline.state_dict().items())
+    gone_on(tmp_path, REPLICAS * MICROBATCHES)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import zbcompile
 from tests.support.mesh_workers import (
@@ -17,6 +16,7 @@ from tests.support.mesh_workers import (
     batch,
     cube,
     fully_sharded,
+    gone_on,
     layers,
     lost,
     mse,
@@ -51,16 +51,7 @@ def test_two_by_two_trains_as_the_plain_loop_and_its_checkpoint_goes_on(tmp_path
     # Only one replica writes, and one process goes on with what it wrote.
     files = [file for file in (tmp_path / "saved").iterdir() if file.suffix == ".distcp"]
     assert {file.name.split("_")[2] for file in files if file.stat().st_size} == {"0", "1"}
-    pipeline = zbcompile.compile(
-        layers(seed=3), 2, loss_fn=mse, num_microbatches=REPLICAS * MICROBATCHES, profile=profile(),
-        time_limit=0.3, verify=False,
-    )  # fmt: skip
-    x, y = batch(2)
-    pipeline.build((x,), {}, y)
-    optimizer = torch.optim.AdamW(list(pipeline.parameters()))
-    assert pipeline.load(tmp_path / "saved", optimizer) == {"at": 2}
-    merged = load_file(tmp_path / "merged.safetensors")
-    assert all(torch.equal(tensor, merged[name]) for name, tensor in pipeline.state_dict().items())
+    (x, y), (pipeline, optimizer) = batch(2), gone_on(tmp_path, REPLICAS * MICROBATCHES)
     pipeline.step(x, target=y)
     pipeline.clip_grad_norm_(0.1)
     optimizer.step()
@@ -193,18 +184,10 @@ def test_weights_that_replicas_share_train_as_the_plain_loop(tmp_path: Path) -> 
         assert "0.scale" in record["scalar"]
         assert "its weights are sharded over replicas" in record["by hand"]
         assert "let compile(mesh=) shard it" in record["dtensor"]
-        assert "DistributedDataParallel holds the model" in record["wrapped"]
+        for case in ("wrapped before the first step", "wrapped after it", "wrapped stage"):
+            assert "DistributedDataParallel holds the model" in record[case]
         assert "the module has another class" in record["outside"]
     assert [record["eval"] for record in records] == [None, True, None, True]
 
     # One process goes on with what four shards wrote.
-    pipeline = zbcompile.compile(
-        layers(seed=3), 2, loss_fn=mse, num_microbatches=MICROBATCHES, profile=profile(), time_limit=0.3,
-        verify=False,
-    )  # fmt: skip
-    x, y = batch(2)
-    pipeline.build((x,), {}, y)
-    optimizer = torch.optim.AdamW(list(pipeline.parameters()))
-    assert pipeline.load(tmp_path / "saved", optimizer) == {"at": 2}
-    merged = load_file(tmp_path / "merged.safetensors")
-    assert all(torch.equal(tensor, merged[name]) for name, tensor in pipeline.state_dict().items())
+    gone_on(tmp_path, MICROBATCHES)

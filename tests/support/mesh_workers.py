@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -103,6 +104,21 @@ def reference(model: nn.Module, steps: Sequence[int] = (0,), num_microbatches: i
 
 def grads(pipeline: zbcompile.Pipeline) -> State:
     return {name: p.grad.clone() for name, p in pipeline.named_parameters() if p.grad is not None}
+
+
+def gone_on(folder: Path, num_microbatches: int) -> tuple[zbcompile.Pipeline, torch.optim.Optimizer]:
+    """Return a pipeline of one process and its optimizer, loaded from ``saved`` and equal to ``merged``."""
+    pipeline = zbcompile.compile(
+        layers(seed=3), 2, loss_fn=mse, num_microbatches=num_microbatches, profile=profile(), time_limit=0.3,
+        verify=False,
+    )  # fmt: skip
+    x, y = batch(2)
+    pipeline.build((x,), {}, y)
+    optimizer = torch.optim.AdamW(list(pipeline.parameters()))
+    assert pipeline.load(folder / "saved", optimizer) == {"at": 2}
+    merged = load_file(folder / "merged.safetensors")
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in pipeline.state_dict().items())
+    return pipeline, optimizer
 
 
 def refused(call: Callable[[], object]) -> str:
@@ -407,9 +423,15 @@ def fully_sharded(rank: int, folder: str) -> dict[str, Any]:
     plainly[0].weight = nn.Parameter(distribute_tensor(before.detach(), mesh["dp_shard"]))
     found["dtensor"] = refused(lambda: other.step(x, target=y))
     plainly[0].weight = before
-    wrapped = nn.parallel.DistributedDataParallel(plainly)
-    found["wrapped"] = refused(lambda: other.step(x, target=y))
+    for when in ("before the first step", "after it"):
+        wrapped = nn.parallel.DistributedDataParallel(plainly)
+        found[f"wrapped {when}"] = refused(lambda: other.step(x, target=y))
+        del wrapped
+        other.step(x, target=y)
+    wrapped = nn.parallel.DistributedDataParallel(other.local_stages[0])
+    found["wrapped stage"] = refused(lambda: other.step(x, target=y))
     del wrapped
+    other.step(x, target=y)
     fully_shard(plainly, mesh=mesh["dp_shard"])
     found["outside"] = refused(lambda: other.step(x, target=y))
     other.close()

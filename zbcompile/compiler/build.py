@@ -17,7 +17,7 @@ from zbcompile.compiler.forms import first_form
 from zbcompile.compiler.free_model import let_go, require_group
 from zbcompile.compiler.job import check_places, place_of, require_members
 from zbcompile.compiler.observe import Observer, quiet
-from zbcompile.compiler.parts import check_shards
+from zbcompile.compiler.part_rules import check_shards
 from zbcompile.compiler.signature import Signature, Value, largest_divisor
 from zbcompile.errors import UsageError
 from zbcompile.options import CompileOptions

@@ -26,14 +26,15 @@ from zbcompile.compiler.kept_gradients import KeptGradients
 from zbcompile.compiler.load import join, join_metrics, join_results, losses_of, make_reader
 from zbcompile.compiler.lower import LoweredPlan
 from zbcompile.compiler.model_guard import ModeGuard, ModelGuard
-from zbcompile.compiler.parts import check_copies, parts_of
+from zbcompile.compiler.part_rules import check_copies, parts_of
 from zbcompile.compiler.peers import outside_peers
 from zbcompile.compiler.runs import Run
-from zbcompile.compiler.sharding import Shards, refuse_dtensors, refuse_wrapped
+from zbcompile.compiler.sharding import Shards, refuse_dtensors
 from zbcompile.compiler.sharing import share_values, tell_evaluation
 from zbcompile.compiler.signature import described
 from zbcompile.compiler.unreduced import Unreduced
 from zbcompile.compiler.updates import Updates
+from zbcompile.compiler.wrapped import Wrappers
 from zbcompile.errors import UsageError
 from zbcompile.formats.measured_json import Measured
 from zbcompile.options import CompileOptions
@@ -104,13 +105,14 @@ class CompiledPipeline:
         self.options, self.first = options, form
         self.trained = with_loss(options.model, options.loss_fn)
         self.reader = make_reader(self.trained, self.staged.stages)
-        self._replicas_checked = self._copies_checked = self._has_run = False
+        self._replicas_checked = self._copies_checked = False
         self._shards = self._sharded_stages(group)
         self._outside = outside_peers(self.staged, group)
         self.parts = parts_of(options, self.trained, self._own_names(group), group, self._outside)
         state = self.reader.read()
         self.stages = [Stage(s.index, s, state, self.trained) for s in self.staged.stages]
         self.guard, self.mode = ModelGuard(options.model, options.loss_fn), ModeGuard()
+        self._wrappers = Wrappers()
         self._kept_gradients, self._unreduced = KeptGradients(), Unreduced()
         self.step_number = 0
         self.updates = Updates()
@@ -270,8 +272,8 @@ class CompiledPipeline:
                 self._check_weights(state)
                 self._kept_gradients.check(self.plan, self.spec, self.runner.rank, state)
                 self._check_read_buffers(self.staged.captured.read_buffers)
-                if not self._has_run and dist.is_initialized():
-                    refuse_wrapped(self.trained)
+                if dist.is_initialized():
+                    self._wrappers.refuse(self.trained)
                 if self.group is not None:
                     self._check_replicas(self.group, state)
                     self._check_copies(self.group)
@@ -303,7 +305,7 @@ class CompiledPipeline:
 
     def _take_effect(self, gradients: Sequence[tuple[nn.Parameter, Tensor]], later: Unreduced) -> None:
         hand_over(gradients)
-        self._unreduced, self._has_run = later, True
+        self._unreduced = later
         self._kept.release()
         self.step_number += 1
         self.updates.current = None

@@ -25,7 +25,6 @@ __all__ = [
     "local",
     "refuse_dtensors",
     "refuse_unshardable",
-    "refuse_wrapped",
     "split_like",
     "whole",
 ]
@@ -185,22 +184,6 @@ def refuse_dtensors(state: Mapping[str, Tensor]) -> None:
                 "a parameter was made a DTensor after the model was compiled: graphs take whole ones",
                 where=name,
                 fix="let compile(mesh=) shard it, with a dimension dp_shard",
-            )
-
-
-def refuse_wrapped(trained: nn.Module) -> None:
-    """Refuse a model that torch's data parallelism has been put around: no call of a step goes through it.
-
-    It leaves no trace in the model, so all objects are looked through.
-    """
-    own = set(map(id, trained.parameters()))
-    for found in gc.get_objects():
-        if not issubclass(type(found), nn.parallel.DistributedDataParallel):
-            continue
-        if not own.isdisjoint(map(id, found.module.parameters())):
-            raise UsageError(
-                "DistributedDataParallel holds the model, and would sum no gradient of a step",
-                fix="leave it out, and give compile(mesh=) a mesh with a dimension dp",
             )
 
 
