@@ -33,9 +33,8 @@ from zbcompile.planner.improve.cells import (
     lay_out,
 )
 from zbcompile.planner.improve.halving import Anneal, AnnealOn
-from zbcompile.planner.improve.kept_order import keep, renumber
 from zbcompile.planner.improve.moves import move_many, move_one
-from zbcompile.planner.improve.retime import rebuild, restore, retime
+from zbcompile.planner.improve.retime import keep, rebuild, renumber, restore, retime
 from zbcompile.planner.parts import search
 from zbcompile.planner.plan import PartRun, plan
 from zbcompile.planner.run import Effort, Options, Run

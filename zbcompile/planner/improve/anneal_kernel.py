@@ -27,7 +27,6 @@ from zbcompile.planner.improve.cells import (
     STATE,
     TOUCHED,
 )
-from zbcompile.planner.improve.kept_order import keep, renumber
 from zbcompile.planner.improve.moves import (
     below,
     move_cause,
@@ -37,7 +36,7 @@ from zbcompile.planner.improve.moves import (
     random_bits,
     touch,
 )
-from zbcompile.planner.improve.retime import rebuild, restore, retime
+from zbcompile.planner.improve.retime import keep, rebuild, renumber, restore, retime
 
 __all__ = ["anneal"]
 

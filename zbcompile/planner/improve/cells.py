@@ -4,8 +4,9 @@ One array, because numba counts references to every array that a kernel is given
 longer than a small change to an order; and rows of one width, because a tuple of their beginnings takes numba
 twice as long to compile. ``cells[LINE, k]`` is the code at place k.
 
-A code is kind * S + stage. A group is s for the F's of stage s, S + s for its B's and BW's, -1 for W's. The
-slot of an F, B or BW is its group times m plus its microbatch. Places are those of the line, rank by rank.
+A code is kind * S + stage. A group is s for the F's of stage s, S + s for its B's and BW's, 2 S + s for its
+W's. The slot of an action is its group times m plus its number: its microbatch (W: its number among the W's
+of its stage). Places are those of the line, rank by rank.
 """
 
 from __future__ import annotations
@@ -17,35 +18,34 @@ from zbcompile.planner.core.compiled import Vector, matrix
 from zbcompile.planner.core.instance import Codes, Instance
 
 (LINE, NUMBER, KEPT_LINE, KEPT_NUMBER) = range(4)
-"""Per place: code, and number among its group (W: among the W's of its stage), as changed; and the same of
-the order at hand."""
+"""Per place: code, and number among its group, as changed; and the same of the order at hand."""
 
 (RANK_AT, ORDER, POSITION, CHANGED_ORDER, GAPS) = range(4, 9)
 """Per place its rank; a topological order of the places of the order at hand, and its inverse; the order of a
 window that was timed anew, from the window's beginning; and how long a place's rank waits before it for a
 message, in ns."""
 
-(ENDS, KEPT_ENDS, LATE, KEPT_LATE, TAIL, PLACE_OF) = range(9, 15)
-"""Per slot its end in ns, in the changed order and in the one at hand; its latest start in ns, if all ranks
-end when they do, in both; the longest way in ns from its start to the end that counts (span: of the root,
-makespan: of any rank) in the order at hand, far below zero if there is none; its place there."""
+(ENDS, KEPT_ENDS, LATE, KEPT_LATE, TAIL, KEPT_TAIL, PLACE_OF) = range(9, 16)
+"""Per slot, in the changed order and in the one at hand: its end in ns; its latest start in ns, if all ranks
+end when they do; the same if only the end that counts has to be met (span: of the root, makespan: of any
+rank), less that end: so the longest way to it with a minus, and far above zero if there is none. And its
+place in the order at hand."""
 
-(ROW, FIRST, STOP, NEXT, CLOCK, KEPT_CLOCK, LATEST, KEPT_LATEST, LOW, HIGH) = range(15, 25)
+(ROW, FIRST, STOP, NEXT, CLOCK, LATEST, LOW, HIGH) = range(16, 24)
 """Per rank where its row begins (and the number of places); the window: its first place, and the first
-behind it; how far the window is timed: place, and time in ns; the same time at the end of the window in the
-order at hand; the time in ns back to which it is timed, in both orders; the first and last place changed, -1
-for none."""
+behind it; how far the window is timed: place, and time in ns; the time in ns back to which it is timed; the
+first and last place changed, -1 for none."""
 
-(STAGE, KIND, GROUP, LENGTH, SPARE) = range(25, 30)
+(STAGE, KIND, GROUP, LENGTH, SPARE) = range(24, 29)
 """Of every code; length in ns; elements to count in."""
 
-(OWN_AT, OWN) = range(30, 32)
+(OWN_AT, OWN) = range(29, 31)
 """The stages of rank r are the elements ``OWN_AT, r`` to ``OWN_AT, r + 1`` of ``OWN``."""
 
-(BEFORE_AT, BEFORE, BEFORE_LAG, AFTER_AT, AFTER, AFTER_LAG) = range(32, 38)
+(BEFORE_AT, BEFORE, BEFORE_LAG, AFTER_AT, AFTER, AFTER_LAG) = range(31, 37)
 """What a group waits for, and what waits for it: groups and travel times in ns."""
 
-STATE = 38
+STATE = 37
 """Single numbers; the elements follow."""
 
 (RANDOM, TOUCHED) = range(2)
@@ -77,6 +77,7 @@ def lay_out(instance: Instance, codes: Codes, seed: int) -> Vector:
     line = [kind * S + s for row in codes for kind, s in row]
     before: list[list[tuple[int, int]]] = [list(row) for row in instance.forward_from]
     before += [[(S + other, lag) for other, lag in row] for row in instance.backward_from]
+    before += [[] for _ in range(S)]
     after: list[list[tuple[int, int]]] = [[] for _ in before]
     for group, waits in enumerate(before):
         for other, lag in waits:
@@ -95,7 +96,7 @@ def lay_out(instance: Instance, codes: Codes, seed: int) -> Vector:
         HIGH: [-1] * p,
         STAGE: [*range(S)] * 4,
         KIND: [kind for kind in range(4) for _ in range(S)],
-        GROUP: [*range(2 * S), *[-1] * S, *range(S, 2 * S)],
+        GROUP: [*range(3 * S), *range(S, 2 * S)],
         LENGTH: (*instance.forward, *instance.backward, *instance.weight, *instance.fused),
         OWN_AT: [0, *accumulate(map(len, instance.stages_of))],
         OWN: [s for stages in instance.stages_of for s in stages],
@@ -106,7 +107,7 @@ def lay_out(instance: Instance, codes: Codes, seed: int) -> Vector:
         parts[begin + 1] = [other for row in rows for other, _ in row]
         parts[begin + 2] = [lag for row in rows for _, lag in row]
     width = (
-        max(_SIZE, 2 * S * m, *map(len, parts.values())) | 1
+        max(_SIZE, 3 * S * m, *map(len, parts.values())) | 1
     )  # rows a power of two apart share cache lines
     return matrix(
         [[*part, *[0] * (width - len(part))] for part in (parts.get(k, ()) for k in range(STATE + 1))]

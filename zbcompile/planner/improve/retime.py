@@ -23,14 +23,16 @@ from zbcompile.planner.improve.cells import (
     CLOCK,
     ENDS,
     FIRST,
+    GAPS,
     GROUP,
     IS_SPAN,
-    KEPT_CLOCK,
     KEPT_ENDS,
     KEPT_LATE,
-    KEPT_LATEST,
     KEPT_LINE,
     KEPT_NUMBER,
+    KEPT_SCORE,
+    KEPT_TAIL,
+    KEPT_WORST,
     LATE,
     LATE_FROM,
     LATE_TO,
@@ -58,35 +60,92 @@ from zbcompile.planner.improve.cells import (
     TIMED_TO,
     WORST,
 )
-from zbcompile.planner.improve.kept_order import (
-    copy_slots,
-    end_before,
-    keep,
-    last_tail,
-    noted_ahead,
-    place_from,
-)
 
-__all__ = ["rebuild", "restore", "retime"]
+__all__ = ["keep", "rebuild", "renumber", "restore", "retime"]
 
 _FAR = 1 << 60
+
+
+@jit
+def renumber(cells: Vector, low: int, high: int) -> None:
+    """Number the actions at the places ``low`` to ``high`` of one row by their order.
+
+    They are those of the order at hand, in another order.
+    """
+    for k in range(low, high + 1):
+        cells[SPARE, cells[GROUP, cells[KEPT_LINE, k]]] = -1
+    for k in range(low, high + 1):
+        group = cells[GROUP, cells[KEPT_LINE, k]]
+        if cells[SPARE, group] < 0:
+            cells[SPARE, group] = cells[KEPT_NUMBER, k]
+    for k in range(low, high + 1):
+        group = cells[GROUP, cells[LINE, k]]
+        cells[NUMBER, k] = cells[SPARE, group]
+        cells[SPARE, group] += 1
+
+
+@jit
+def _slot(cells: Vector, place: int) -> int:
+    """Return the slot of the action at a place of the changed order."""
+    slot: int = cells[GROUP, cells[LINE, place]] * cells[STATE, MICROBATCHES] + cells[NUMBER, place]
+    return slot
+
+
+@jit
+def _kept_slot(cells: Vector, place: int) -> int:
+    """Return the slot of the action at a place of the order at hand."""
+    slot: int = cells[GROUP, cells[KEPT_LINE, place]] * cells[STATE, MICROBATCHES] + cells[KEPT_NUMBER, place]
+    return slot
+
+
+@jit
+def _place_from(cells: Vector, rank: int, position: int) -> int:
+    """Return the first place of a rank's row whose position is ``position`` or later."""
+    low: int = cells[ROW, rank]
+    high: int = cells[ROW, rank + 1]
+    while low < high:
+        middle = (low + high) >> 1
+        if cells[POSITION, middle] < position:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@jit
+def _row_end(cells: Vector, values: int, rank: int) -> int:
+    """Return by when a rank's row has to end.
+
+    `LATE`: when it does. `TAIL`: 0 where its end counts, else far later.
+    """
+    end: int = 0
+    if values == LATE and cells[ROW, rank] < cells[ROW, rank + 1]:
+        end = cells[ENDS, _slot(cells, cells[ROW, rank + 1] - 1)]
+    elif values == TAIL and cells[STATE, IS_SPAN] == 1 and rank != cells[STATE, ROOT]:
+        end = _FAR
+    return end
+
+
+@jit
+def _latest_at(cells: Vector, values: int, rank: int, place: int) -> int:
+    """Return by when the rank has to be free for a place, by `LATE` or `TAIL` of the order at hand."""
+    latest: int = _row_end(cells, values, rank)
+    if place < cells[ROW, rank + 1]:
+        latest = cells[values + 1, _kept_slot(cells, place)]
+    return latest
 
 
 @jit
 def _open(cells: Vector, begin: int, end: int) -> None:
     """Make the positions ``begin`` to ``end`` of the topological order the window."""
     for r in range(cells[STATE, RANKS]):
-        first = place_from(cells, r, begin)
-        stop = place_from(cells, r, end + 1)
+        first = _place_from(cells, r, begin)
         cells[FIRST, r] = first
         cells[NEXT, r] = first
-        cells[STOP, r] = stop
-        cells[CLOCK, r] = end_before(cells, r, first)
-        cells[KEPT_CLOCK, r] = end_before(cells, r, stop)
-        for k in range(first, stop):
-            group = cells[GROUP, cells[LINE, k]]
-            if group >= 0:
-                cells[ENDS, group * cells[STATE, MICROBATCHES] + cells[NUMBER, k]] = -1
+        cells[STOP, r] = _place_from(cells, r, end + 1)
+        cells[CLOCK, r] = cells[KEPT_ENDS, _kept_slot(cells, first - 1)] if first > cells[ROW, r] else 0
+        for k in range(first, cells[STOP, r]):
+            cells[ENDS, _slot(cells, k)] = -1
 
 
 @jit
@@ -114,32 +173,28 @@ def _sweep(cells: Vector, end: int, limit: int) -> int:
             begin = k
             while k < stop:
                 code = cells[LINE, k]
-                group = cells[GROUP, code]
-                if group < 0:
-                    now += cells[LENGTH, code]
-                else:
-                    i = cells[NUMBER, k]
-                    start = now
-                    blocked = False
-                    for e in range(cells[BEFORE_AT, group], cells[BEFORE_AT, group + 1]):
-                        sent = cells[ENDS, cells[BEFORE, e] * m + i]
-                        if sent < 0:
-                            blocked = True
-                            break
-                        start = max(start, sent + cells[BEFORE_LAG, e])
-                    if blocked:
+                group, i = cells[GROUP, code], cells[NUMBER, k]
+                start = now
+                blocked = False
+                for e in range(cells[BEFORE_AT, group], cells[BEFORE_AT, group + 1]):
+                    sent = cells[ENDS, cells[BEFORE, e] * m + i]
+                    if sent < 0:
+                        blocked = True
                         break
-                    now = start + cells[LENGTH, code]
-                    slot = group * m + i
-                    cells[ENDS, slot] = now
-                    for e in range(cells[AFTER_AT, group], cells[AFTER_AT, group + 1]):
-                        other = cells[AFTER, e] * m + i
-                        position = cells[POSITION, cells[PLACE_OF, other]]
-                        if position > end:
-                            if now + cells[AFTER_LAG, e] + cells[TAIL, other] > limit:
-                                return -2
-                            if now != cells[KEPT_ENDS, slot]:
-                                far = max(far, position)
+                    start = max(start, sent + cells[BEFORE_LAG, e])
+                if blocked:
+                    break
+                now = start + cells[LENGTH, code]
+                slot = group * m + i
+                cells[ENDS, slot] = now
+                for e in range(cells[AFTER_AT, group], cells[AFTER_AT, group + 1]):
+                    other = cells[AFTER, e] * m + i
+                    position = cells[POSITION, cells[PLACE_OF, other]]
+                    if position > end:
+                        if now + cells[AFTER_LAG, e] - cells[KEPT_TAIL, other] > limit:
+                            return -2
+                        if now != cells[KEPT_ENDS, slot]:
+                            far = max(far, position)
                 cells[CHANGED_ORDER, done] = k
                 done += 1
                 k += 1
@@ -149,14 +204,12 @@ def _sweep(cells: Vector, end: int, limit: int) -> int:
             left -= k - begin
             cells[NEXT, r] = k
             cells[CLOCK, r] = now
-            if k == stop and now != cells[KEPT_CLOCK, r]:
+            if k == stop and now != cells[KEPT_ENDS, _kept_slot(cells, k - 1)]:
+                if now - _latest_at(cells, TAIL, r, k) > limit:
+                    return -2
                 if k < cells[ROW, r + 1]:
-                    if now + noted_ahead(cells, TAIL, r, k, last_tail(cells, r)) > limit:
-                        return -2
                     far = max(far, cells[POSITION, k])
                 else:
-                    if (cells[STATE, IS_SPAN] == 0 or r == cells[STATE, ROOT]) and now > limit:
-                        return -2
                     cells[STATE, ROWS_DIFFER] = 1
     return far if left == 0 else -1
 
@@ -170,105 +223,67 @@ def _follow(cells: Vector, end: int, far: int) -> None:
         t += 1
         k = cells[ORDER, t]
         r = cells[RANK_AT, k]
-        code = cells[LINE, k]
-        group = cells[GROUP, code]
+        group, i = cells[GROUP, cells[LINE, k]], cells[NUMBER, k]
         now = cells[CLOCK, r]
-        if group < 0:
-            now += cells[LENGTH, code]
-            was = cells[KEPT_CLOCK, r] + cells[LENGTH, code]
-        else:
-            i = cells[NUMBER, k]
-            slot = group * m + i
-            for e in range(cells[BEFORE_AT, group], cells[BEFORE_AT, group + 1]):
-                now = max(now, cells[ENDS, cells[BEFORE, e] * m + i] + cells[BEFORE_LAG, e])
-            now += cells[LENGTH, code]
-            was = cells[KEPT_ENDS, slot]
-            if now != was:
-                cells[ENDS, slot] = now
-                for e in range(cells[AFTER_AT, group], cells[AFTER_AT, group + 1]):
-                    place = cells[PLACE_OF, cells[AFTER, e] * m + i]
-                    far = max(far, cells[POSITION, place])
+        for e in range(cells[BEFORE_AT, group], cells[BEFORE_AT, group + 1]):
+            now = max(now, cells[ENDS, cells[BEFORE, e] * m + i] + cells[BEFORE_LAG, e])
+        now += cells[LENGTH, cells[LINE, k]]
         cells[CLOCK, r] = now
-        cells[KEPT_CLOCK, r] = was
-        if now != was:
-            if k + 1 < cells[ROW, r + 1]:
-                far = max(far, cells[POSITION, k + 1])
-            else:
-                cells[STATE, ROWS_DIFFER] = 1
+        slot = group * m + i
+        cells[ENDS, slot] = now
+        if now == cells[KEPT_ENDS, slot]:
+            continue
+        for e in range(cells[AFTER_AT, group], cells[AFTER_AT, group + 1]):
+            far = max(far, cells[POSITION, cells[PLACE_OF, cells[AFTER, e] * m + i]])
+        if k + 1 < cells[ROW, r + 1]:
+            far = max(far, cells[POSITION, k + 1])
+        else:
+            cells[STATE, ROWS_DIFFER] = 1
     cells[STATE, TIMED_TO] = t
 
 
 @jit
-def _row_end(cells: Vector, rank: int) -> int:
-    """Return when a rank ends in the changed order."""
-    end: int = cells[ROW, rank + 1]
-    time: int = cells[CLOCK, rank]
-    if end > cells[ROW, rank] and cells[POSITION, end - 1] > cells[STATE, TIMED_TO]:
-        time = end_before(cells, rank, end)
-    return time
+def _look_back(cells: Vector, values: int, begin: int, end: int, top: int) -> int:
+    """Find latest starts, `LATE` or `TAIL`, from position ``top`` back, as long as something differs.
 
-
-@jit
-def _look_back(cells: Vector, begin: int, end: int) -> None:
-    """Find the latest starts, from the last that may differ as long as something differs."""
-    m = cells[STATE, MICROBATCHES]
-    rows_differ = cells[STATE, ROWS_DIFFER] == 1
-    top = cells[STATE, PLACES] - 1 if rows_differ else end
+    The window reaches from position ``begin`` to ``end``. Returns the first position whose start was found.
+    """
+    m, kept = cells[STATE, MICROBATCHES], values + 1
+    size = cells[STATE, PLACES]
     for r in range(cells[STATE, RANKS]):
-        if rows_differ:
-            cells[LATEST, r] = _row_end(cells, r)
-        else:
-            last = end_before(cells, r, cells[ROW, r + 1])
-            cells[LATEST, r] = noted_ahead(cells, LATE, r, cells[STOP, r], last)
-    near, t = cells[STATE, PLACES], top + 1
+        place = cells[STOP, r] if top < size - 1 else cells[ROW, r + 1]
+        cells[LATEST, r] = _latest_at(cells, values, r, place)
+    near, t = size, top + 1
     while t > begin or near < t:
         t -= 1
         k = cells[CHANGED_ORDER, t - begin] if begin <= t <= end else cells[ORDER, t]
         r = cells[RANK_AT, k]
-        code = cells[LINE, k]
-        group = cells[GROUP, code]
+        group, i = cells[GROUP, cells[LINE, k]], cells[NUMBER, k]
         now = cells[LATEST, r]
-        if group < 0:
-            now -= cells[LENGTH, code]
-            was = cells[KEPT_LATEST, r] - cells[LENGTH, code]
-        else:
-            i = cells[NUMBER, k]
-            slot = group * m + i
-            for e in range(cells[AFTER_AT, group], cells[AFTER_AT, group + 1]):
-                now = min(now, cells[LATE, cells[AFTER, e] * m + i] - cells[AFTER_LAG, e])
-            now -= cells[LENGTH, code]
-            was = cells[KEPT_LATE, slot]
-            if now != was:
-                cells[LATE, slot] = now
-                for e in range(cells[BEFORE_AT, group], cells[BEFORE_AT, group + 1]):
-                    place = cells[PLACE_OF, cells[BEFORE, e] * m + i]
-                    if cells[POSITION, place] < begin:
-                        near = min(near, cells[POSITION, place])
+        for e in range(cells[AFTER_AT, group], cells[AFTER_AT, group + 1]):
+            now = min(now, cells[values, cells[AFTER, e] * m + i] - cells[AFTER_LAG, e])
+        now -= cells[LENGTH, cells[LINE, k]]
         cells[LATEST, r] = now
-        cells[KEPT_LATEST, r] = was
-        if t < begin and now != was and k > cells[ROW, r]:
+        slot = group * m + i
+        cells[values, slot] = now
+        if now != cells[kept, slot]:
+            for e in range(cells[BEFORE_AT, group], cells[BEFORE_AT, group + 1]):
+                position = cells[POSITION, cells[PLACE_OF, cells[BEFORE, e] * m + i]]
+                if position < begin:
+                    near = min(near, position)
+        if cells[ROW, r] < k <= cells[FIRST, r] and now != cells[kept, _kept_slot(cells, k)]:
             near = min(near, cells[POSITION, k - 1])
-        if t == begin:
-            for r in range(cells[STATE, RANKS]):
-                first = cells[FIRST, r]
-                last = end_before(cells, r, cells[ROW, r + 1])
-                cells[KEPT_LATEST, r] = noted_ahead(cells, KEPT_LATE, r, first, last)
-                if cells[LATEST, r] != cells[KEPT_LATEST, r] and first > cells[ROW, r]:
-                    near = min(near, cells[POSITION, first - 1])
-    cells[STATE, LATE_FROM] = t
-    cells[STATE, LATE_TO] = top
+    return t
 
 
 @jit
 def _score(cells: Vector) -> int:
     """Return the score of the timed order, and note its objective."""
-    m = cells[STATE, MICROBATCHES]
     worst, summed = 0, 0
     for r in range(cells[STATE, RANKS]):
-        begin, end = cells[ROW, r], cells[ROW, r + 1]
-        value = _row_end(cells, r)
-        if cells[STATE, IS_SPAN] == 1 and begin < end:  # a legal row begins with an F
-            value -= cells[LATE, cells[GROUP, cells[LINE, begin]] * m + cells[NUMBER, begin]]
+        value = _row_end(cells, LATE, r)
+        if cells[STATE, IS_SPAN] == 1 and cells[ROW, r] < cells[ROW, r + 1]:
+            value -= cells[LATE, _slot(cells, cells[ROW, r])]
         summed += value
         worst = max(worst, value)
     cells[STATE, WORST] = worst
@@ -292,51 +307,77 @@ def retime(cells: Vector, begin: int, end: int, most: int) -> int:
         return far
     _follow(cells, end, far)
     if cells[STATE, IS_SPAN] == 1:
-        _look_back(cells, begin, end)
+        cells[STATE, LATE_TO] = cells[STATE, PLACES] - 1 if cells[STATE, ROWS_DIFFER] == 1 else end
+        cells[STATE, LATE_FROM] = _look_back(cells, LATE, begin, end, cells[STATE, LATE_TO])
     score: int = _score(cells)
     return score
 
 
 @jit
+def _copy(cells: Vector, target: int, source: int, begin: int, end: int) -> None:
+    """Copy what is noted per slot for the positions ``begin`` to ``end`` of the order at hand."""
+    for t in range(begin, end + 1):
+        slot = _kept_slot(cells, cells[ORDER, t])
+        cells[target, slot] = cells[source, slot]
+
+
+@jit
 def restore(cells: Vector, begin: int) -> None:
     """Take back what `retime` noted of a changed order; the window began at position ``begin``."""
-    copy_slots(cells, ENDS, KEPT_ENDS, begin, cells[STATE, TIMED_TO])
-    copy_slots(cells, LATE, KEPT_LATE, cells[STATE, LATE_FROM], cells[STATE, LATE_TO])
+    _copy(cells, ENDS, KEPT_ENDS, begin, cells[STATE, TIMED_TO])
+    _copy(cells, LATE, KEPT_LATE, cells[STATE, LATE_FROM], cells[STATE, LATE_TO])
+
+
+@jit
+def keep(cells: Vector, begin: int, end: int, score: int) -> None:
+    """Make the changed order, as `retime` timed it, the one at hand."""
+    tails_from = _look_back(cells, TAIL, begin, end, end)
+    for t in range(begin, end + 1):
+        k = cells[CHANGED_ORDER, t - begin]
+        cells[ORDER, t] = k
+        cells[POSITION, k] = t
+        cells[KEPT_LINE, k] = cells[LINE, k]
+        cells[KEPT_NUMBER, k] = cells[NUMBER, k]
+        cells[PLACE_OF, _slot(cells, k)] = k
+    _copy(cells, KEPT_ENDS, ENDS, begin, cells[STATE, TIMED_TO])
+    _copy(cells, KEPT_LATE, LATE, cells[STATE, LATE_FROM], cells[STATE, LATE_TO])
+    _copy(cells, KEPT_TAIL, TAIL, tails_from, end)
+    cells[STATE, KEPT_SCORE] = score
+    cells[STATE, KEPT_WORST] = cells[STATE, WORST]
+    for t in range(begin, cells[STATE, TIMED_TO] + 1):
+        k = cells[ORDER, t]
+        free = cells[ENDS, _slot(cells, k - 1)] if k > cells[ROW, cells[RANK_AT, k]] else 0
+        cells[GAPS, k] = cells[ENDS, _slot(cells, k)] - cells[LENGTH, cells[LINE, k]] - free
 
 
 @jit
 def rebuild(cells: Vector) -> int:
     """Make the line the order at hand, from nothing; return its score, or -1 if it deadlocks."""
-    m, size = cells[STATE, MICROBATCHES], cells[STATE, PLACES]
+    size = cells[STATE, PLACES]
     for r in range(cells[STATE, RANKS]):
-        for k in range(3 * cells[STATE, STAGES]):
-            cells[SPARE, k] = 0
+        for group in range(3 * cells[STATE, STAGES]):
+            cells[SPARE, group] = 0
         cells[FIRST, r] = cells[ROW, r]
         cells[NEXT, r] = cells[ROW, r]
         cells[STOP, r] = cells[ROW, r + 1]
         cells[CLOCK, r] = 0
-        cells[KEPT_CLOCK, r] = -1
         for k in range(cells[ROW, r], cells[ROW, r + 1]):
-            code = cells[LINE, k]
-            group = cells[GROUP, code]
-            slot = code if group < 0 else group
-            cells[NUMBER, k] = cells[SPARE, slot]
-            cells[KEPT_LINE, k] = code
-            cells[KEPT_NUMBER, k] = cells[SPARE, slot]
-            if group >= 0:
-                cells[ENDS, group * m + cells[SPARE, slot]] = -1
-                cells[KEPT_LATE, group * m + cells[SPARE, slot]] = -1
-                cells[PLACE_OF, group * m + cells[SPARE, slot]] = k
-            cells[SPARE, slot] += 1
+            group = cells[GROUP, cells[LINE, k]]
+            cells[NUMBER, k] = cells[SPARE, group]
+            cells[KEPT_LINE, k] = cells[LINE, k]
+            cells[KEPT_NUMBER, k] = cells[SPARE, group]
+            cells[SPARE, group] += 1
+            cells[ENDS, _slot(cells, k)] = -1
+            cells[PLACE_OF, _slot(cells, k)] = k
             cells[POSITION, k] = 0
     if _sweep(cells, size, _FAR) < 0:
         return -1
-    cells[STATE, ROWS_DIFFER] = 1
     cells[STATE, TIMED_TO] = size - 1
     cells[STATE, LATE_FROM] = 0
     cells[STATE, LATE_TO] = -1
     if cells[STATE, IS_SPAN] == 1:
-        _look_back(cells, 0, size - 1)
+        cells[STATE, LATE_TO] = size - 1
+        _look_back(cells, LATE, 0, size - 1, size - 1)
     score: int = _score(cells)
     keep(cells, 0, size - 1, score)
     return score
