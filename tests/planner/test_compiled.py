@@ -18,7 +18,7 @@ from zbcompile.planner.core import compiled
 from zbcompile.planner.core.compiled import can_compile, compile_seconds, jit, vector
 from zbcompile.planner.core.instance import Instance, to_schedule
 from zbcompile.planner.imported import rated
-from zbcompile.planner.incumbent import Incumbent
+from zbcompile.planner.incumbent import Incumbent, Order
 from zbcompile.planner.run import Run
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.planner.variants import plan_variants
@@ -138,12 +138,12 @@ def test_they_are_not_counted_for_placements_and_variants(monkeypatch: pytest.Mo
     some = tuple(replace(stage, variants=(lean,)) for stage in V.profile.stages)
     offered = V.with_(profile=replace(V.profile, stages=some))
 
-    def find(problem: Problem, limit: float, _: object) -> Solution:
+    def find(problem: Problem, limit: float, *_: object, **__: object) -> Solution:
         return slowly(problem, time_limit_s=limit)
 
-    def quick(problem: Problem) -> int:
+    def quick(problem: Problem, _: float) -> tuple[int, Order]:
         compiling()
-        return problem.work_ns(0)
+        return problem.work_ns(0), Order(one_at_a_time(Instance.of(problem)), ("one_at_a_time",))
 
     plan_variants(offered, find, quick, time_limit_s=30)
     assert limits

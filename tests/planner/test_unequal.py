@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tests.support.strategies import greedy_order, unequal_problems
 from zbcompile.errors import CheckError, InfeasibleError, UsageError
 from zbcompile.formats import schedule_json
+from zbcompile.planner.assignments import bound_of
 from zbcompile.planner.bounds.blocking_send import blocking_send_bound
 from zbcompile.planner.certify.certificate import explain, verify, verify_certificate
 from zbcompile.planner.core import compiled
 from zbcompile.planner.core.instance import Codes, to_codes, to_schedule
 from zbcompile.planner.core.unequal import UnequalScorer
 from zbcompile.planner.plan import plan
-from zbcompile.planner.variants import bound_of
 from zbcompile.schedule.check import faults
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Placement, Schedule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from dataclasses import replace
@@ -11,16 +12,29 @@ import pytest
 
 from tests.support.planner_cases import brute_force, random_placement
 from zbcompile.errors import InfeasibleError
-from zbcompile.planner.assignments import candidates, fixed
-from zbcompile.planner.core.instance import Instance
-from zbcompile.planner.incumbent import Progress
+from zbcompile.planner import assignments as ranking
+from zbcompile.planner import joint_bound as joint
+from zbcompile.planner.assignments import bound_of, candidates, fixed, uniform
+from zbcompile.planner.bounds.bound import Bound
+from zbcompile.planner.certify.certificate import verify_certificate
+from zbcompile.planner.core.instance import Instance, to_schedule
+from zbcompile.planner.imported import rated
+from zbcompile.planner.incumbent import Order, Progress
+from zbcompile.planner.joint_bound import cheapest, joint_bound, offers_variants
 from zbcompile.planner.plan import plan
-from zbcompile.planner.variants import cheapest, joint_bound, offers_variants
+from zbcompile.planner.portfolio import NAMES
+from zbcompile.planner.starts.initial import one_at_a_time
+from zbcompile.planner.variants import plan_variants
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Link, Profile, StageCost
+from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.least_memory import least_headroom
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
+from zbcompile.schedule.solution import Solution
+
+SLOW = frozenset(NAMES) - {"classic", "one_at_a_time", "list_schedules"}
+"""Parts that variants are planned without where the tries are counted."""
 
 
 def way(rng: random.Random, *, fusing: bool) -> StageCost:
@@ -107,13 +121,15 @@ def recompute(p: int, m: int, cap: int) -> Problem:
     return Problem.of(Profile.uniform(stage, p, 1), None, m, cap)
 
 
-def test_recompute_at_half_memory_is_a_quarter_shorter() -> None:
+def test_recompute_at_half_memory_is_a_quarter_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranking, "_PLAN_ACTIONS", 50)
     problem = recompute(8, 24, 400)
-    without = plan(problem, variants=False, time_limit_s=3)
+    counted = partial(plan, level=1, time_limit_s=1000, without=SLOW)
+    without = counted(problem, variants=False)
     assert not offers_variants(without.problem)
-    chosen = plan(problem, time_limit_s=6)
+    chosen = counted(problem)
     assert chosen.certificate.value_ns <= 0.75 * without.certificate.value_ns
-    assert set(chosen.variants) == {0, 1}
+    assert 1 in chosen.variants
     assert chosen.certificate.method == "variants"
 
 
@@ -168,3 +184,102 @@ def test_without_fusing_the_least_cap_counts_what_waits_for_w() -> None:
     with pytest.raises(InfeasibleError, match="needs 4 bytes on rank 0"):
         plan(problem, time_limit_s=2, fuse="never")
     assert plan(problem.with_(caps=(4,)), time_limit_s=2, fuse="never").variants == (0,)
+
+
+def named_levels(seed: int) -> Problem:
+    """Stages whose variants of one name stand at other levels of each, under a cap that binds."""
+    rng, stages = random.Random(seed), []
+    for s in range(3):
+        f, saved = rng.randint(80, 120), rng.randint(9, 12)
+        ways = [
+            StageCost(f, f + more, f, 2 * f + more, saved - less, 2, name=f"stage {s}, recompute={name}")
+            for more, less, name in ((15, 3, "min_memory"), (90, 8, "full"))
+        ]
+        if s == seed % 3:
+            price = StageCost(f, f + 8, f, 2 * f + 8, saved - 2, 2, name=f"stage {s}, recompute=0.5")
+            ways.insert(0, price)
+        stages.append(StageCost(f, f, f, 2 * f, saved, 3, name=f"stage {s}", variants=tuple(ways)))
+    return Problem.of(Profile(tuple(stages), link=Link(5)), None, 6, 20)
+
+
+def test_one_variant_on_all_stages_is_the_same_level_or_the_same_name() -> None:
+    found = uniform(named_levels(1))
+    assert found == [(0, 0, 0), (1, 1, 1), (2, 2, 2), (2, 3, 2), (1, 2, 1)]
+    assert {
+        tuple(stage.name.partition("=")[2] for stage in fixed(named_levels(1), choice).profile.stages)
+        for choice in found[3:]
+    } == {("full",) * 3, ("min_memory",) * 3}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_variant_that_is_chosen_by_hand_for_all_stages_is_shorter(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By counted tries: each is planned as it is alone, or its own bound is no better."""
+    monkeypatch.setattr(ranking, "_PLAN_ACTIONS", 50)
+    problem = named_levels(seed)
+    plan_here = partial(plan, level=1, time_limit_s=1000, without=SLOW)
+    chosen = plan_here(problem).certificate
+    for choice in uniform(problem):
+        with contextlib.suppress(InfeasibleError):
+            alone = plan_here(fixed(problem, choice)).certificate
+            assert chosen.value_ns <= alone.value_ns
+
+
+def test_a_variant_for_all_stages_that_quick_plans_rank_last_is_planned_all_the_same() -> None:
+    problem = named_levels(1)
+    chosen, starts_first = (1, 2, 1), []
+
+    def quick(given: Problem, _: float) -> tuple[int, Order]:
+        level = tuple(stage.name.partition("=")[2] for stage in given.profile.stages)
+        order = Order(one_at_a_time(Instance.of(given)), ("one_at_a_time",))
+        return (10_000 if len(set(level)) == 1 else 5_000), order
+
+    def find(given: Problem, seconds: float, tell: object, known: object, *, first: bool) -> Solution:
+        found = rated(to_schedule(one_at_a_time(Instance.of(given)), given), given)
+        starts_first.append(first)
+        value = 4_000 if given == fixed(problem, chosen) else 4_500
+        return replace(found, certificate=replace(found.certificate, value_ns=value))
+
+    solution = plan_variants(problem, find, quick, time_limit_s=100)
+    assert solution.variants == chosen
+    assert False in starts_first
+    assert True in starts_first
+
+
+def test_orders_of_quick_plans_are_never_lost() -> None:
+    """A search that finds nothing better than one microbatch after the other still takes the known order."""
+    problem = recompute(4, 8, 10_000)
+    left = (*[name for name in NAMES if name != "one_at_a_time"],)
+    worst = plan(fixed(problem, (0,) * 4), without=left, level=1).certificate.value_ns
+    found = plan(problem, without=("anneal", "exact", "quick_exact"), time_limit_s=0.01).certificate
+    assert found.value_ns < worst
+
+
+@pytest.mark.parametrize("placement", [Placement.linear(8), Placement.v(8)])
+def test_the_joint_bound_looks_at_no_more_assignments_than_it_may(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer of them give a lower bound that still holds, and holds in a certificate."""
+    stage = StageCost(100, 100, 100, 200, 10, 3)
+    lean = tuple(StageCost(100, 100 + 30 * k, 100, 200 + 30 * k, 10 - 2 * k, 3) for k in (1, 2, 3))
+    profile = Profile((replace(stage, variants=lean),) * placement.num_stages, link=Link(5))
+    problem = Problem.of(profile, placement, 12, 30, "span", "rendezvous")
+    asked: list[Problem] = []
+
+    def counted(asked_of: Problem) -> Bound:
+        asked.append(asked_of)
+        return bound_of(asked_of)
+
+    monkeypatch.setattr(joint, "bound_of", counted)
+    values = []
+    for most in (1, 3, 12, None):
+        asked.clear()
+        values.append(joint_bound(problem, most).value_ns)
+        assert most is None or len(asked) <= most
+    assert values == sorted(values)
+    assert values[0] < values[-1]
+    monkeypatch.setattr(joint, "_MOMENT_S", 0.001)
+    solution = plan(problem, time_limit_s=0.01)
+    assert solution.certificate.bound_ns == values[0]
+    verify_certificate(solution)

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from zbcompile.errors import UsageError
-from zbcompile.planner.variants import cheapest
+from zbcompile.planner.joint_bound import cheapest
 from zbcompile.schedule.coarsen import coarsened
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement

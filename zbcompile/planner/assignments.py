@@ -9,22 +9,37 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from zbcompile.errors import InfeasibleError
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.blocking_send import blocking_send_bound
 from zbcompile.planner.bounds.bound import Bound
-from zbcompile.planner.incumbent import PlanState, Progress
+from zbcompile.planner.incumbent import Order, PlanState, Progress
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.least_memory import check_caps
 from zbcompile.schedule.memory import uses_of
 from zbcompile.schedule.problem import Problem
 
-__all__ = ["RANK_SHARE", "Assignment", "RankingClock", "bound_of", "candidates", "fixed", "rank"]
+__all__ = [
+    "RANK_SHARE",
+    "Assignment",
+    "Quick",
+    "Ranked",
+    "RankingClock",
+    "bound_of",
+    "candidates",
+    "fixed",
+    "rank",
+    "uniform",
+]
 
 Assignment = tuple[int, ...]
 """The variant of every stage, 0 for the stage as it is."""
+
+Quick = Callable[[Problem, float], tuple[int, Order] | None]
+"""Plans a problem in a moment, in so many seconds at most: its value and the order; None if it found none."""
 
 _FINALISTS = 3
 """Most assignments that are planned in full."""
@@ -41,14 +56,43 @@ _PLAN_ACTIONS = 1200
 _LEAST_TRIES = 12
 """Of each, however short the limit."""
 
+_QUICK_S = 2.0
+"""Most seconds of a quick plan."""
+
+_CLOSE = 1.02
+"""Assignments whose quick plans are longer than the best by this factor are not planned in full."""
+
 _WIDTH = 8
 """Assignments of the least bounds around which others are looked for."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """Assignments worth a whole plan.
+
+    Attributes
+    ----------
+    finalists
+        The best few, in the order in which to plan them.
+    others
+        Other uniform ones that fit, the most promising first.
+    uniform
+        All of one variant everywhere.
+    orders
+        Orders from the quick plans of the finalists.
+    """
+
+    finalists: tuple[Assignment, ...]
+    others: tuple[Assignment, ...]
+    uniform: frozenset[Assignment]
+    orders: tuple[Order, ...] = ()
+
+
 class RankingClock(Protocol):
-    """Is told of progress, and knows the time."""
+    """Is told of progress, and knows the time: until the limit, and that for which tries are counted."""
 
     limit: float
+    nominal_s: float
 
     def seconds_left(self) -> float: ...
     def __call__(self, progress: Progress) -> None: ...
@@ -86,10 +130,25 @@ def _by_level(problem: Problem) -> Iterator[Assignment]:
                 )
 
 
-def _single_levels(problem: Problem) -> list[Assignment]:
-    """Return each level on all stages, or the last one of a stage that has fewer."""
-    depths = [len(stage.variants) for stage in problem.profile.stages]
-    return [tuple(min(level, depth) for depth in depths) for level in range(max(depths) + 1)]
+def uniform(problem: Problem) -> list[Assignment]:
+    """Return what a user would choose by hand: one name of a variant, or one level, on all stages.
+
+    A stage without variants runs as it is; one with fewer levels than others at its last one. The same name
+    may be another level of each stage.
+    """
+    stages = problem.profile.stages
+    depths = [len(stage.variants) for stage in stages]
+    found = [tuple(min(level, depth) for depth in depths) for level in range(max(depths) + 1)]
+    names = [[_own_name(way, stage) for way in _ways(stage)] for stage in stages]
+    for name in dict.fromkeys(itertools.chain(*names)):
+        if all(name in row or len(row) == 1 for row in names):
+            found.append(tuple(row.index(name) if name in row else 0 for row in names))
+    return list(dict.fromkeys(found))
+
+
+def _own_name(way: StageCost, stage: StageCost) -> str:
+    """Return the name of a variant without that of its stage (``stage 2, recompute=full``)."""
+    return way.name.removeprefix(stage.name).lstrip(", ")
 
 
 def _by_flight(problem: Problem) -> Iterator[Assignment]:
@@ -141,31 +200,37 @@ class _Ranking:
     def __init__(
         self,
         problem: Problem,
-        quick: Callable[[Problem], int | None],
+        quick: Quick,
         relay: RankingClock,
         fusing: bool,
     ) -> None:
         self.problem, self.quick, self.relay, self.fusing = problem, quick, relay, fusing
         stages = problem.num_stages
         actions = 3 * stages * problem.num_microbatches
-        self.bounds_left = max(_LEAST_TRIES, int(relay.limit * _BOUND_STAGES / stages))
-        self.plans_left = max(_LEAST_TRIES, int(relay.limit * _PLAN_ACTIONS / actions))
+        self.bounds_left = max(_LEAST_TRIES, int(relay.nominal_s * _BOUND_STAGES / stages))
+        self.plans_left = max(_LEAST_TRIES, int(relay.nominal_s * _PLAN_ACTIONS / actions))
         self.bounds: dict[Assignment, int | None] = {}
         self.values: dict[Assignment, int] = {}
+        self.orders: dict[Assignment, Order] = {}
 
     @property
     def best(self) -> int | None:
         """The least value of a quick plan."""
         return min(self.values.values(), default=None)
 
+    def seconds_left(self) -> float:
+        """Return the seconds left for ranking, at most those of one quick plan."""
+        left = self.relay.seconds_left() - (1 - RANK_SHARE) * self.relay.limit
+        return min(_QUICK_S, left)
+
     def over(self) -> bool:
         """Return whether the time for ranking is over, whatever is left to try."""
-        return self.relay.seconds_left() < (1 - RANK_SHARE) * self.relay.limit
+        return self.seconds_left() < 0
 
-    def weigh(self, assignments: Iterable[Assignment]) -> None:
-        """Bound assignments, as many as may be; those that no order fits get none."""
+    def weigh(self, assignments: Iterable[Assignment], *, always: bool = False) -> None:
+        """Bound assignments, as many as may be, or all; those that no order fits get none."""
         for assignment in assignments:
-            if assignment in self.bounds or self.bounds_left <= 0 or self.over():
+            if assignment in self.bounds or not (always or (self.bounds_left > 0 and not self.over())):
                 continue
             self.bounds_left -= 1
             problem = fixed(self.problem, assignment)
@@ -206,10 +271,10 @@ class _Ranking:
             if most <= 0 or self.plans_left <= 0 or self.over():
                 break
             most, self.plans_left = most - 1, self.plans_left - 1
-            value = self.quick(fixed(self.problem, assignment))
-            if value is not None:
-                self.values[assignment] = value
-                self.relay(Progress(value, 0, 0.0, "variants"))
+            found = self.quick(fixed(self.problem, assignment), self.seconds_left())
+            if found is not None:
+                self.values[assignment], self.orders[assignment] = found
+                self.relay(Progress(found[0], 0, 0.0, "variants"))
         return self.best is not None and (before is None or self.best < before)
 
     def improve(self) -> None:
@@ -234,46 +299,56 @@ class _Ranking:
                 levels[a], levels[b] = here[b], here[a]
                 yield tuple(levels)
 
-    def finalists(self) -> list[Assignment]:
-        """Return the best few, best first, none more than a fiftieth behind; then the best single level.
+    def ranked(self) -> Ranked:
+        """Return the best few, none more than a fiftieth behind, and the best uniform one.
 
-        A single level everywhere is what a user would choose by hand: it is planned in full, so that no such
-        choice is better.
+        The uniform one comes first where it is among these, else last.
         """
-        known = sorted((v, a) for a, v in self.values.items())
-        found = [assignment for value, assignment in known[:_FINALISTS] if value <= 1.02 * known[0][0]]
-        single = set(_single_levels(self.problem))
-        return [*found, *[a for _, a in known if a in single and a not in found][:1]]
+        known = sorted((value, a) for a, value in self.values.items())
+        close = [assignment for value, assignment in known if value <= _CLOSE * known[0][0]]
+        single = uniform(self.problem)
+        known_single = [assignment for _, assignment in known if assignment in single]
+        first = [a for a in known_single if a in close][:1]
+        found = [*first, *[a for a in close if a not in first][:_FINALISTS]]
+        found += [a for a in known_single if a not in found][: 1 - len(first)]
+        left = [a for a in self.promising() if a in single and a not in found]
+        return Ranked(tuple(found), tuple(left), frozenset(single), tuple(self.orders[a] for a in found))
 
 
 def rank(
     problem: Problem,
-    quick: Callable[[Problem], int | None],
+    quick: Quick,
     bound: Bound,
     relay: RankingClock,
     fusing: bool,
-) -> list[Assignment]:
-    """Return the best few assignments by bounds and quick plans."""
+) -> Ranked:
+    """Return the best few assignments by bounds and quick plans, and those of one variant everywhere.
+
+    Raises
+    ------
+    InfeasibleError
+        No assignment fits under the caps.
+    """
     ranking = _Ranking(problem, quick, relay, fusing)
-    none = (0,) * problem.num_stages
+    single = uniform(problem)
     try:
-        ranking.weigh([none])
-        ranking.plan([none], 1)
-        if ranking.best is not None and ranking.best <= bound.value_ns:
-            return [none]
-        ranking.weigh(candidates(problem))
-        ranking.plan(_single_levels(problem), _LEAST_TRIES)
-        ranking.plan(ranking.promising(), ranking.plans_left // 4)
-        ranking.climb()
-        ranking.plan(ranking.promising(), ranking.plans_left // 2)
-        ranking.improve()
+        ranking.weigh(single, always=True)
+        ranking.plan([a for a in ranking.promising() if a in single], _LEAST_TRIES)
+        if ranking.best is None or ranking.best > bound.value_ns:
+            ranking.weigh(candidates(problem))
+            ranking.plan(ranking.promising(), ranking.plans_left // 4)
+            ranking.climb()
+            ranking.plan(ranking.promising(), ranking.plans_left // 2)
+            ranking.improve()
     except KeyboardInterrupt:
         relay(Progress(None, 0, 0.0, "interrupted", PlanState.INTERRUPTED))
-    if not ranking.values:
-        leanest = _leanest(problem.profile, fusing)
-        check_caps(fixed(problem, leanest), fusing=fusing)
-        return [leanest]
-    return ranking.finalists()
+    if ranking.values:
+        return ranking.ranked()
+    if weighed := ranking.promising():
+        return Ranked(tuple(weighed[:1]), tuple(a for a in weighed[1:] if a in single), frozenset(single))
+    leanest = _leanest(problem.profile, fusing)
+    check_caps(fixed(problem, leanest), fusing=fusing)
+    return Ranked((leanest,), (), frozenset(single))
 
 
 def _leanest(profile: Profile, fusing: bool) -> Assignment:

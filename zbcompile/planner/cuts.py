@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from zbcompile.errors import InfeasibleError
+from zbcompile.planner.assignments import bound_of
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.bounds.cuts import best_cut, least_overflow, shared_bound
 from zbcompile.planner.core.instance import Fusing
@@ -22,7 +23,7 @@ from zbcompile.planner.parts import search
 from zbcompile.planner.plan import plan, quick_value
 from zbcompile.planner.portfolio import QUICK, names_to_leave_out
 from zbcompile.planner.run import Effort, Options, Run
-from zbcompile.planner.variants import Relay, bound_of
+from zbcompile.planner.variants import Relay
 from zbcompile.schedule.cuts import CutProblem
 from zbcompile.schedule.least_memory import check_caps, least_headroom
 from zbcompile.schedule.limits import check_pieces, check_plannable, check_seed

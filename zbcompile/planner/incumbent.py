@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -226,6 +226,11 @@ class Incumbent:
         self.order, self.value = order, value
         self.report(" > ".join(order.lineage))
         return True
+
+    def offer_all(self, orders: Iterable[Order]) -> None:
+        """Offer orders that were found for another problem."""
+        for order in orders:
+            self.offer(replace(order, score=None, folded=None, settles_tie=False))
 
     def raise_bound(self, bound: Bound) -> bool:
         """Keep the better of two bounds; return whether it is the new one."""

@@ -16,8 +16,8 @@ from zbcompile.errors import InfeasibleError, UsageError
 from zbcompile.planner.core.compiled import SearchClock
 from zbcompile.planner.core.instance import Fusing
 from zbcompile.planner.incumbent import PlanState, Progress
+from zbcompile.planner.joint_bound import bounds_in, joint_bound
 from zbcompile.planner.plan import plan
-from zbcompile.planner.variants import joint_bound
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.limits import check_plannable, check_seed
 from zbcompile.schedule.problem import Problem
@@ -215,9 +215,11 @@ def plan_auto(
     check_seed(seed)
     started, searched, fusing = time.monotonic(), SearchClock(), Fusing.of(fuse)
     order, tried, refused = [], [], None
-    for rank, (name, placement) in enumerate(placements_for(problem, problem.num_ranks, speeds)):
+    named = placements_for(problem, problem.num_ranks, speeds)
+    for rank, (name, placement) in enumerate(named):
         here = problem.with_(placement=placement, profile=on_ranks(problem.profile, placement, speeds))
-        order.append((joint_bound(here).value_ns, rank, name, here))
+        found_bound = joint_bound(here, bounds_in(here, time_limit_s / len(named)))
+        order.append((found_bound.value_ns, rank, name, here))
     order.sort(key=lambda entry: entry[:2])
     relay = _Relay(order[0][0], observer, started)
     best: Solution | None = None
@@ -229,6 +231,9 @@ def plan_auto(
             tried.append(Tried(here.placement, name, None, bound, "interrupted"))
             continue
         left = time_limit_s - searched.seconds
+        if best is not None and left <= 0:
+            tried.append(Tried(here.placement, name, None, bound, "the time is over"))
+            continue
         limit = max(0.2, left / (len(order) - k))
         relay.name = name
         try:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import functools
+from collections.abc import Callable, Collection, Sequence
 
 from zbcompile.errors import InfeasibleError, UsageError
 from zbcompile.planner.assignments import fixed
 from zbcompile.planner.core.instance import Fusing
 from zbcompile.planner.core.unequal import alike_problem
-from zbcompile.planner.incumbent import Progress
+from zbcompile.planner.incumbent import Order, Progress
+from zbcompile.planner.joint_bound import offers_variants
 from zbcompile.planner.parts import search
 from zbcompile.planner.portfolio import PORTFOLIO, QUICK, names_to_leave_out
 from zbcompile.planner.run import Effort, Options, PartRun, Run, level_of
 from zbcompile.planner.unequal import plan_unequal
-from zbcompile.planner.variants import offers_variants, plan_variants
+from zbcompile.planner.variants import plan_variants
 from zbcompile.schedule.least_memory import check_caps
 from zbcompile.schedule.limits import check_plannable, check_seed
 from zbcompile.schedule.problem import Problem
@@ -110,28 +112,38 @@ def _plan(
 ) -> Solution:
     """Plan a problem, with variants or without."""
     if not offers_variants(problem):
-        return _plan_order(problem, options, time_limit_s, observer)
+        return _plan_order(problem, time_limit_s, observer, options=options)
     if not variants:
         plain = fixed(problem, (0,) * problem.num_stages)
-        return _plan_order(plain, options, time_limit_s, observer)
+        return _plan_order(plain, time_limit_s, observer, options=options)
     return plan_variants(
         problem,
-        lambda p, limit, tell: _plan_order(p, options, limit, tell),
-        lambda p: quick_value(p, options),
+        functools.partial(_plan_order, options=options),
+        functools.partial(_quick_order, options=options),
         time_limit_s=time_limit_s,
+        level=options.level,
         observer=observer,
         fusing=options.fusing is not Fusing.NEVER,
     )
 
 
 def _plan_order(
-    problem: Problem, options: Options, time_limit_s: float, observer: Callable[[Progress], None] | None
+    problem: Problem,
+    time_limit_s: float,
+    observer: Callable[[Progress], None] | None,
+    known: Sequence[Order] = (),
+    *,
+    first: bool = False,
+    options: Options,
 ) -> Solution:
-    """Plan a problem without variants."""
+    """Plan a problem without variants.
+
+    Where microbatches are alike, known orders are offered, before the search (``first``) or after it.
+    """
     if problem.microbatch_costs:
         return plan_unequal(
             problem,
-            lambda p, limit, tell: _plan_order(p, options, limit, tell),
+            functools.partial(_plan_order, options=options),
             time_limit_s=time_limit_s,
             level=level_of(options.level, time_limit_s),
             seed=options.seed,
@@ -142,9 +154,12 @@ def _plan_order(
     check_caps(problem, fusing=options.fusing is not Fusing.NEVER)
     run = Run(problem, options, time_limit_s=time_limit_s, observer=observer)
     try:
+        if first:
+            run.incumbent.offer_all(known)
         search(run, PORTFOLIO)
     except KeyboardInterrupt:
         run.incumbent.interrupt()
+    run.incumbent.offer_all(known)
     return run.incumbent.solution()
 
 
@@ -153,7 +168,14 @@ def quick_value(problem: Problem, options: Options, time_limit_s: float = 2.0) -
 
     Where microbatches differ, of the problem in which they are alike.
     """
+    found = _quick_order(problem, time_limit_s, options=options)
+    return None if found is None else found[0]
+
+
+def _quick_order(problem: Problem, time_limit_s: float, *, options: Options) -> tuple[int, Order] | None:
+    """Return the same value with its order."""
     problem = alike_problem(problem)
     run = Run(problem, options, time_limit_s=time_limit_s, effort=Effort.quick(problem))
     search(run, QUICK)
-    return run.value
+    order = run.incumbent.order
+    return None if order is None or run.value is None else (run.value, order)

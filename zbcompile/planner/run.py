@@ -14,7 +14,7 @@ from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.incumbent import Incumbent, Order, Progress
 from zbcompile.schedule.problem import Problem
 
-__all__ = ["HOPELESS", "Effort", "Options", "PartRun", "Run", "actions_of", "level_of"]
+__all__ = ["HOPELESS", "Effort", "Options", "PartRun", "Run", "actions_of", "level_of", "nominal_seconds"]
 
 _HOLDING_TRIES = 12
 """List schedules tried where sends hold their rank: each is timed by the slower clock of all send modes."""
@@ -32,6 +32,11 @@ _WIDE = 12
 def level_of(asked: int | None, time_limit_s: float) -> int:
     """Return how much to search: as asked for, else one more for every ten seconds of the time limit."""
     return max(1, round(time_limit_s / 10)) if asked is None else asked
+
+
+def nominal_seconds(asked: int | None, time_limit_s: float) -> float:
+    """Return the seconds of which parts get their shares: the limit, or ten for every level asked for."""
+    return time_limit_s if asked is None else min(time_limit_s, 10.0 * asked)
 
 
 def actions_of(instance: Instance) -> int:
@@ -214,7 +219,7 @@ class Run:
         self.instance = self.incumbent.instance
         level = self.options.level
         self.level = level_of(level, time_limit_s)
-        self.nominal_s = time_limit_s if level is None else min(time_limit_s, 10.0 * level)
+        self.nominal_s = nominal_seconds(level, time_limit_s)
         self.effort = effort or Effort.of(problem, self.level)
         self.depth: int = 0 if inside is None else inside.depth + 1
         self.inside, self.reserve_s, self.inner_cpu_s = inside, 0.0, 0.0

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zbcompile.errors import CheckError, InfeasibleError
+from zbcompile.planner.assignments import bound_of
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.compiled import SearchClock
 from zbcompile.planner.core.instance import Codes, Fusing, Instance, shaped, to_codes, to_schedule
@@ -29,7 +30,6 @@ from zbcompile.planner.improve.unequal_anneal import UnequalAnnealer
 from zbcompile.planner.incumbent import PlanState, Progress, extended
 from zbcompile.planner.starts.classic import orders_for
 from zbcompile.planner.starts.initial import one_at_a_time
-from zbcompile.planner.variants import bound_of
 from zbcompile.schedule.check import check
 from zbcompile.schedule.least_memory import check_caps
 from zbcompile.schedule.problem import Problem

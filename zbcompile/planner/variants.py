@@ -2,131 +2,65 @@
 
 When memory binds, a variant that holds less and takes longer shortens the step more than any order can. So
 assignments of variants are ranked before the search (`assignments`), and the best few are planned in full.
-The bound of the result holds over all assignments: per rank the least over its own levels, every other stage
-at the least of each of its costs.
+The bound of the result holds over all assignments (`joint_bound`).
+
+One variant everywhere is what a user would choose by hand: it is planned as it would be alone, so that no
+such choice is better. Its order is offered to the plans of the others.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
-from zbcompile.planner.assignments import RANK_SHARE, Assignment, bound_of, fixed, rank
+from zbcompile.planner.assignments import RANK_SHARE, Assignment, Quick, Ranked, bound_of, fixed, rank
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.compiled import SearchClock
-from zbcompile.planner.incumbent import PlanState, Progress
-from zbcompile.schedule.costs import Profile, StageCost
+from zbcompile.planner.core.instance import to_codes
+from zbcompile.planner.incumbent import Order, PlanState, Progress
+from zbcompile.planner.joint_bound import bounds_in, joint_bound
+from zbcompile.planner.run import nominal_seconds
+from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.problem import Problem
-from zbcompile.schedule.solution import Certificate, Solution
+from zbcompile.schedule.solution import Solution
 
-__all__ = ["Relay", "bound_of", "cheapest", "fixed", "joint_bound", "offers_variants", "plan_variants"]
+__all__ = ["Find", "Relay", "plan_variants"]
 
-_MOST_LEVELS = 64
-"""Combinations of levels on one rank up to which its bound looks at each of them."""
-
-_MOST_COSTS = 8192
-"""Stages times combinations of levels up to which the same holds."""
-
-_LARGE = 4096
-"""Stages times microbatches beyond which the joint bound looks at three ranks only."""
+_LEAST_S = 0.2
+"""Least seconds of a plan in full."""
 
 
-def offers_variants(problem: Problem) -> bool:
-    """Return whether any stage has more than one way to run."""
-    return any(stage.variants for stage in problem.profile.stages)
+class Find(Protocol):
+    """Plans a problem without variants in the seconds given, with some known orders.
 
-
-def cheapest(stage: StageCost) -> StageCost:
-    """Return a stage that costs no more than any of its variants, in every time and in bytes.
-
-    Valid in bounds: whatever runs with a variant runs with this one in its place, no later and with no more
-    memory. A split B and W take at least the least B and W, a fused BW at least the least BW.
-
-    Notes
-    -----
-    `zbcompile.planner.certify.certificate` computes the same from a witness, in code of its own: a fault here
-    must not vouch for itself there.
+    ``first``: the search starts from them. Else it takes one that is shorter than what it found by itself.
     """
-    return StageCost.combined((stage, *stage.variants), min).of_stage(stage)
 
-
-def joint_bound(problem: Problem) -> Bound:
-    """Return a bound for every order under every assignment.
-
-    It is the best over the ranks of the least over the rank's levels. Large problems look at the first, the
-    middle and the last rank only. Without variants it is the problem's own analytic bound.
-    """
-    if not offers_variants(problem):
-        return bound_of(problem)
-    p = problem.num_ranks
-    large = problem.num_stages * problem.num_microbatches > _LARGE
-    known: dict[tuple[StageCost, ...], Bound] = {}
-    ranks = sorted({0, p // 2, p - 1}) if large else range(p)
-    return max((_rank_bound(problem, rank, known) for rank in ranks), key=lambda bound: bound.value_ns)
-
-
-def _rank_bound(problem: Problem, rank: int, known: dict[tuple[StageCost, ...], Bound]) -> Bound:
-    """Return the least bound over the levels of one rank's stages, all other stages at their cheapest.
-
-    ``known`` keeps the bounds of profiles that other ranks have asked for.
-    """
-    profile, stages = problem.profile, problem.placement.stages_of(rank)
-    low = tuple(cheapest(stage) for stage in profile.stages)
-    levels = [range(len(profile.stages[s].variants) + 1) for s in stages]
-    choices: list[Assignment | None] = list(itertools.product(*levels))
-    if len(choices) > _MOST_LEVELS or len(choices) * len(low) > _MOST_COSTS:
-        choices = [None]
-    found: list[tuple[Bound, Assignment | None]] = []
-    for choice in choices:
-        costs = list(low)
-        for s, level in zip(stages, choice or (), strict=choice is not None):
-            costs[s] = _level(profile.stages[s], level)
-        key = tuple(costs)
-        if key not in known:
-            known[key] = bound_of(problem.with_(profile=replace(profile, stages=key)))
-        found.append((known[key], choice))
-    least = min(bound.value_ns for bound, _ in found)
-    witness = {
-        "rank": rank,
-        "levels": [
-            {
-                "choice": None if choice is None else list(choice),
-                "bound_ns": bound.value_ns,
-                "method": bound.method,
-                "witness": dict(bound.witness),
-            }
-            for bound, choice in found
-        ],
-        "costs": [[_numbers(way) for way in (stage, *stage.variants)] for stage in profile.stages],
-    }
-    return Bound(least, "variants", problem.objective, witness)
-
-
-def _level(stage: StageCost, level: int) -> StageCost:
-    """Return a stage as one of its variants (0: as it is)."""
-    chosen = stage if level == 0 else stage.variants[level - 1]
-    return chosen.of_stage(stage)
-
-
-def _numbers(way: StageCost) -> list[int]:
-    """Return the costs of a way to run as a witness lists them."""
-    return [
-        way.forward_ns,
-        way.backward_input_ns,
-        way.backward_weight_ns,
-        way.full_backward_ns,
-        way.saved_bytes,
-        way.saved_for_weight_bytes,
-    ]
+    def __call__(
+        self,
+        problem: Problem,
+        seconds: float,
+        tell: Callable[[Progress], None],
+        known: Sequence[Order],
+        /,
+        *,
+        first: bool,
+    ) -> Solution: ...
 
 
 class Relay:
     """Progress over all assignments: the best value of any, the joint bound; knows of an interrupt."""
 
-    def __init__(self, observer: Callable[[Progress], None] | None, time_limit_s: float) -> None:
+    def __init__(
+        self,
+        observer: Callable[[Progress], None] | None,
+        time_limit_s: float,
+        nominal_s: float | None = None,
+    ) -> None:
         self.observer, self.started, self.limit = observer, time.monotonic(), time_limit_s
+        self.nominal_s = time_limit_s if nominal_s is None else nominal_s
         self.searched = SearchClock()
         self.best: int | None = None
         self.bound, self.state = 0, PlanState.SEARCHING
@@ -149,10 +83,11 @@ class Relay:
 
 def plan_variants(
     problem: Problem,
-    find: Callable[[Problem, float, Callable[[Progress], None]], Solution],
-    quick: Callable[[Problem], int | None],
+    find: Find,
+    quick: Quick,
     *,
     time_limit_s: float,
+    level: int | None = None,
     observer: Callable[[Progress], None] | None = None,
     fusing: bool = True,
 ) -> Solution:
@@ -163,11 +98,13 @@ def plan_variants(
     problem
         A problem with variants.
     find
-        Plans a problem without variants in the seconds given, telling an observer.
+        Plans a problem without variants.
     quick
-        Returns the value of a fast plan, or ``None``.
+        Plans a problem without variants in a moment.
     time_limit_s
         Outer limit in seconds.
+    level
+        How much to search, as `zbcompile.planner.plan.plan` takes it.
     observer
         Called with a `Progress` at every better order.
     fusing
@@ -178,24 +115,36 @@ def plan_variants(
     InfeasibleError
         No assignment fits under the caps.
     """
-    relay = Relay(observer, time_limit_s)
-    bound = joint_bound(problem)
+    relay = Relay(observer, time_limit_s, nominal_seconds(level, time_limit_s))
+    bound = joint_bound(problem, bounds_in(problem, relay.nominal_s))
     relay.bound = bound.value_ns
-    finalists = rank(problem, quick, bound, relay, fusing)
-    share = (1 - RANK_SHARE) * time_limit_s / (len(finalists) + 1)
+    solution, assignment = _planned(problem, rank(problem, quick, bound, relay, fusing), find, relay)
+    return _certified(solution, assignment, problem.profile, bound)
+
+
+def _planned(problem: Problem, ranked: Ranked, find: Find, relay: Relay) -> tuple[Solution, Assignment]:
+    """Plan assignments in full, as the time allows, and return the shortest plan.
+
+    Assignments of one variant everywhere are searched from nothing: the same tries alone find the same. All
+    others start from the orders found before, too.
+    """
+    share = (1 - RANK_SHARE) * relay.limit / (len(ranked.finalists) + 1)
     chosen: tuple[Solution, Assignment] | None = None
-    for k, assignment in enumerate(finalists):
+    known = list(ranked.orders)
+    for k, assignment in enumerate((*ranked.finalists, *ranked.others)):
         here = fixed(problem, assignment)
         if chosen is not None and bound_of(here).value_ns >= chosen[0].certificate.value_ns:
             continue
-        spare = relay.seconds_left() - share * (len(finalists) - 1 - k)
-        found = find(here, _stretched(max(0.2, share if k else 2 * share), spare), relay)
+        spare = relay.seconds_left() - share * (len(ranked.finalists) - 1 - k)
+        seconds = _stretched(max(_LEAST_S, share if k else 2 * share), spare)
+        found = find(here, seconds, relay, known, first=assignment not in ranked.uniform)
+        known.append(Order(to_codes(found.schedule), found.certificate.lineage))
         if chosen is None or found.certificate.value_ns < chosen[0].certificate.value_ns:
             chosen = found, assignment
-        if chosen[0].certificate.value_ns <= bound.value_ns or relay.seconds_left() <= 0:
+        if chosen[0].certificate.value_ns <= relay.bound or relay.seconds_left() <= 0:
             break
     assert chosen is not None
-    return _certified(*chosen, bound, problem.profile)
+    return chosen
 
 
 def _stretched(limit: float, spare: float) -> float:
@@ -206,15 +155,9 @@ def _stretched(limit: float, spare: float) -> float:
     return max(limit, min(spare, 10 * max(1, round(limit / 10)) + 4.9))
 
 
-def _certified(solution: Solution, assignment: Assignment, bound: Bound, offered: Profile) -> Solution:
+def _certified(solution: Solution, assignment: Assignment, offered: Profile, bound: Bound) -> Solution:
     """Return the solution with the certificate that holds over all assignments."""
-    value = solution.certificate.value_ns
-    certificate = Certificate(
-        solution.certificate.objective,
-        value,
-        bound.value_ns,
-        bound.method,
-        bound.witness,
-        solution.certificate.lineage,
+    certificate = replace(
+        solution.certificate, bound_ns=bound.value_ns, method=bound.method, witness=bound.witness
     )
     return replace(solution, certificate=certificate, variants=assignment, offered=offered)

@@ -345,7 +345,7 @@ def _least(ways: list[StageCost]) -> StageCost:
 
     Notes
     -----
-    `zbcompile.planner.variants.cheapest` does nearly the same, on a stage and its variants. The two stay
+    `zbcompile.planner.joint_bound.cheapest` does nearly the same, on a stage and its variants. The two stay
     apart on purpose: what checks a bound shares no code with what found it.
     """
     return StageCost(
