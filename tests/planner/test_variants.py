@@ -121,13 +121,11 @@ def recompute(p: int, m: int, cap: int) -> Problem:
     return Problem.of(Profile.uniform(stage, p, 1), None, m, cap)
 
 
-def test_recompute_at_half_memory_is_a_quarter_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranking, "_PLAN_ACTIONS", 50)
+def test_recompute_at_half_memory_is_a_quarter_shorter() -> None:
     problem = recompute(8, 24, 400)
-    counted = partial(plan, level=1, time_limit_s=1000, without=SLOW)
-    without = counted(problem, variants=False)
+    without = plan(problem, variants=False, time_limit_s=3)
     assert not offers_variants(without.problem)
-    chosen = counted(problem)
+    chosen = plan(problem, time_limit_s=6)
     assert chosen.certificate.value_ns <= 0.75 * without.certificate.value_ns
     assert 1 in chosen.variants
     assert chosen.certificate.method == "variants"

@@ -30,8 +30,8 @@ from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.core.times import Clock
 from zbcompile.planner.cuts import plan_cuts
 from zbcompile.planner.exact.model import solve_exact
-from zbcompile.planner.plan import plan
 from zbcompile.planner.joint_bound import joint_bound
+from zbcompile.planner.plan import plan
 from zbcompile.schedule.check import faults
 from zbcompile.schedule.costs import Edge, Profile, StageCost
 from zbcompile.schedule.cuts import CutProblem
