@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from zbcompile.errors import ZBCompileError
 from zbcompile.runtime.channels.replicas import Replicas
 from zbcompile.runtime.channels.sharded import ShardedStages
 from zbcompile.schedule.costs import Edge, Profile, StageCost
+from zbcompile.schedule.ir import Kind, Schedule
 
 ROWS, WIDTH, MICROBATCHES, REPLICAS, RANKS = 16, 8, 4, 2, 2
 State = dict[str, Tensor]
@@ -383,7 +385,7 @@ def fully_sharded(rank: int, folder: str) -> dict[str, Any]:
     found["eval"] = None if seen is None else torch.equal(seen, torch.cat([plain(xs) for xs in x.chunk(4)]))
     pipeline.save(f"{folder}/saved", mine, {"at": 2})
     pipeline.save_merged(f"{folder}/merged.safetensors")
-    again = compiled(layers(), replica, mesh=mesh)
+    again = compiled(layers(), replica, mesh=mesh, schedule=_as_torch_orders(pipeline.schedule))
     later = torch.optim.AdamW(list(again.parameters()), lr=0.5)
     found["extra"] = again.load(f"{folder}/saved", later)
     compare(2)
@@ -436,6 +438,18 @@ def fully_sharded(rank: int, folder: str) -> dict[str, Any]:
     found["outside"] = refused(lambda: other.step(x, target=y))
     other.close()
     return found
+
+
+def _as_torch_orders(schedule: Schedule) -> Schedule:
+    """Return the order with every RESHARD before the REDUCE_GRAD of its stage, as torch's orders have them."""
+    rows = [list(row) for row in schedule.order]
+    for row in rows:
+        for k, pair in enumerate(pairwise(row)):
+            if [action.kind for action in pair] == [Kind.REDUCE_GRAD, Kind.RESHARD]:
+                row[k : k + 2] = reversed(pair)
+    swapped = Schedule.of(schedule.placement, schedule.num_microbatches, rows)
+    assert swapped != schedule
+    return swapped
 
 
 def _whole(pipeline: zbcompile.Pipeline) -> State:

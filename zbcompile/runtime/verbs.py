@@ -92,6 +92,7 @@ class Rank:
         self._reducing: dict[int, Reduced | ShardTicket] = {}
         self._gathering: dict[int, ShardTicket] = {}
         self._resharding: list[ShardTicket] = []
+        self._reshards_later: set[int] = set()
         self.gradients: dict[str, Tensor] = {}
         self.running: tuple[Kind, int, int] | None = None
         self.running_since = 0.0
@@ -202,6 +203,8 @@ class Rank:
         totals = self.sums.totals.get(stage, {})
         if self.sharded is not None and stage in self.sharded.stages:
             self._reducing[stage] = self.sharded.reduce(stage, totals)
+            if stage in self._reshards_later:
+                self.reshard(stage)
         if self.replicas is None:
             return
         own = {name: total for name, total in totals.items() if name not in self.spec.tied}
@@ -214,8 +217,15 @@ class Rank:
             self._gathering[stage] = self.sharded.unshard(stage)
 
     def reshard(self, stage: int) -> None:
-        """Let the gathered parameters go once their gradients are summed; nothing where it holds all."""
-        if self.sharded is not None and stage in self.sharded.stages:
+        """Let the gathered parameters go once their gradients are summed; nothing where it holds all.
+
+        torch's orders have RESHARD before REDUCE_GRAD. It then follows the sum, which needs them.
+        """
+        if self.sharded is None or stage not in self.sharded.stages:
+            return
+        if self.step.ends_sums and stage not in self._reducing:
+            self._reshards_later.add(stage)
+        else:
             self._resharding.append(self.sharded.reshard(stage))
 
     def wait_sent(self) -> Waits:
@@ -224,13 +234,13 @@ class Rank:
 
     def reduce_gradients(self) -> Waits:
         """Sum per parameter name: own stages, tied parameters with their other holders, replicas."""
+        stages = self.spec.placement.stages_of(self.index)
+        for stage in stages:
+            self.reduce_grad(stage)
         if self._resharding:
             yield Wait(self._resharding)
         if not self.step.ends_sums:
             return
-        stages = self.spec.placement.stages_of(self.index)
-        for stage in stages:
-            self.reduce_grad(stage)
         tickets: list[Ticket] = list(self._reducing.values())
         tied: dict[str, Tensor] = {}
         if self.sums.totals:  # else nothing was summed: the step is void, or trains nothing here
