@@ -414,6 +414,8 @@ def wrapper_kind(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return "torch.jit"
     names = {base.__name__ for base in type(module).__mro__ if base.__module__.startswith("torch.")}
+    if "DDP" in names:
+        return "replicate"
     return "FullyShardedDataParallel" if names & {"FullyShardedDataParallel", "FSDPModule"} else ""
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from zbcompile.compiler.arguments import (
+    check_processes,
     check_types,
     limits_of,
     microbatch_costs_of,
@@ -261,6 +262,7 @@ def compile(
         An argument cannot be meant.
     """
     check_types(model, example_args, example_kwargs)
+    check_processes(mesh, group=group, plan_group=plan_group, data_group=data_group)
     saved = plan_of_checkpoint(schedule)
     order, planned = schedule_of(schedule if saved is None else saved)
     costs = microbatch_costs_of(microbatch_costs, profile, schedule, saved)

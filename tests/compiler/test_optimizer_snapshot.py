@@ -143,6 +143,15 @@ def test_what_cannot_be_undone_is_refused_by_name() -> None:
         handle.remove()
 
 
+def test_an_optimizer_that_needs_a_closure_is_refused_before_anything_changes() -> None:
+    x, y = rows()
+    pipeline = compiled(Chain())
+    pipeline.step(x, target=y)
+    with pytest.raises(UsageError, match="LBFGS calls for a closure"):
+        pipeline.optimizer_step(optim.LBFGS(pipeline.parameters()))
+    assert all(p.grad is not None for p in pipeline.parameters())
+
+
 def test_in_one_process_the_norm_is_known_at_once_and_the_same_is_refused() -> None:
     x, y = rows()
     pipeline = compiled(Chain(), post_validation=True)

@@ -125,6 +125,9 @@ def test_what_replicas_cannot_share_is_refused_by_name(found: list[dict[str, Any
         assert "a dimension pp, dp or dp_shard" in record["names"]
         assert "along the mesh's dimension 'replicas'" in record["unused"]
         assert "leave group and data_group out" in record["both"]
+        assert "mesh must be a torch DeviceMesh" in record["no mesh"]
+        assert "replicas differ in the batch to evaluate" in record["other evaluation"]
+        assert "[4, 8] torch.float32'}, as on rank 0" in record["other evaluation"]
         assert "whose group is not given" in record["alone"]
         assert "replicas begin with different values: rank 2 from rank 0" in record["unlike"]
         assert record["skipped"]
@@ -176,6 +179,9 @@ def test_weights_that_replicas_share_train_as_the_plain_loop(tmp_path: Path) -> 
         torch.testing.assert_close(*record["norms"], rtol=1e-6, atol=0)
         for pair in record["clipped"].values():
             torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-8)
+        assert "torch's Rprop has no step of weights that replicas share" in record["rprop"]
+        assert "given: an optimizer on rank 2" in record["one optimizer"]
+        assert "a stage was made another class" in record["replicated stage"]
         assert "untie it" in record["tied"]
         assert record["marks"] == {"kept"}
         assert record["hooks"] == (len(record["parts"]), True)

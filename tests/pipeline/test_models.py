@@ -99,6 +99,14 @@ def _masked() -> Batch:
     return args, {**kwargs, "attention_mask": torch.ones_like(kwargs["input_ids"])}, target
 
 
+def _replicated() -> nn.Module:
+    """Return a module with the class that torch's ``replicate`` gives it."""
+    model = nn.Linear(4, 4)
+    mixin = type("DDP", (), {"__module__": "torch.distributed._composable.replicate"})
+    model.__class__ = type("DDPLinear", (mixin, nn.Linear), {})
+    return model
+
+
 def _rows(*shape: int) -> Callable[[], Batch]:
     return lambda: ((torch.randn(*shape),), {}, torch.randn(*shape))
 
@@ -136,6 +144,9 @@ REFUSED = {
     "DataParallel": Refusal(
         lambda: nn.DataParallel(nn.Linear(4, 4)), _rows(2, 4), square, CaptureError,
         ("DataParallel", "plain model"),
+    ),
+    "replicate": Refusal(
+        _replicated, _rows(2, 4), square, CaptureError, ("wrapped by replicate", "plain model")
     ),
 }  # fmt: skip
 

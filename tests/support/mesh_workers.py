@@ -236,6 +236,8 @@ def ways(rank: int) -> dict[str, Any]:
     pipeline.step(x, target=y)
     found["after"] = equal(grads(pipeline), reference(plain))
 
+    found["other evaluation"] = refused(lambda: pipeline.eval(x if replica else x[:4]))
+
     # Another number of microbatches on all replicas: sums still end together.
     pipeline.zero_grad()
     pipeline.step(x[:6], target=y[:6])
@@ -273,6 +275,7 @@ def _refusals(rank: int, mesh: DeviceMesh) -> dict[str, str]:
         "names": refused(lambda: compiled(layers(), 0, mesh=init_device_mesh("cpu", (4,)))),
         "unused": refused(lambda: compiled(layers(), 0, mesh=other)),
         "both": refused(lambda: compiled(layers(), 0, mesh=mesh, group=dist.group.WORLD)),
+        "no mesh": refused(lambda: compiled(layers(), 0, mesh=dist.group.WORLD)),
         "alone": refused(lambda: compiled(layers(), 0, data_group=dist.group.WORLD)),
     }
     unlike = compiled(layers(seed=replica), replica, mesh=mesh)
@@ -406,6 +409,10 @@ def fully_sharded(rank: int, folder: str) -> dict[str, Any]:
     found["norms"] = pipeline.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     clipped = ((n, p.grad.full_tensor()) for n, p in pipeline.named_parameters())
     found["clipped"] = {name: (grad, plain.get_parameter(name).grad) for name, grad in clipped}
+    unsteppable = torch.optim.Rprop(list(pipeline.parameters()))
+    found["rprop"] = refused(lambda: pipeline.optimizer_step(unsteppable))
+    given = mine if replica else None
+    found["one optimizer"] = refused(lambda: pipeline.save(f"{folder}/none", given))
     stage = pipeline.local_stages[0]
     found["by hand"] = refused(lambda: stage(*(torch.zeros(p.shape, dtype=p.dtype) for p in stage.inputs)))
     pipeline.close()
@@ -434,6 +441,11 @@ def fully_sharded(rank: int, folder: str) -> dict[str, Any]:
     found["wrapped stage"] = refused(lambda: other.step(x, target=y))
     del wrapped
     other.step(x, target=y)
+    other.local_stages[0].__class__ = type(
+        "DDPStage", (type(other.local_stages[0]),), {}
+    )  # as replicate does
+    found["replicated stage"] = refused(lambda: other.step(x, target=y))
+    other.local_stages[0].__class__ = zbcompile.Stage
     fully_shard(plainly, mesh=mesh["dp_shard"])
     found["outside"] = refused(lambda: other.step(x, target=y))
     other.close()
@@ -441,7 +453,7 @@ def fully_sharded(rank: int, folder: str) -> dict[str, Any]:
 
 
 def _as_torch_orders(schedule: Schedule) -> Schedule:
-    """Return the order with every RESHARD before the REDUCE_GRAD of its stage, as torch's orders have them."""
+    """Return the order with RESHARD before REDUCE_GRAD, as torch's orders have them."""
     rows = [list(row) for row in schedule.order]
     for row in rows:
         for k, pair in enumerate(pairwise(row)):

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import ProcessGroup
 
 from zbcompile.errors import UsageError
 from zbcompile.formats import folders, profile_json
@@ -22,6 +24,7 @@ from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
 
 __all__ = [
+    "check_processes",
     "check_types",
     "limits_of",
     "microbatch_costs_of",
@@ -52,6 +55,20 @@ def check_types(model: object, args: object, kwargs: object) -> None:
         raise UsageError(
             "example_kwargs must map the names of step()'s keyword arguments", given=type(kwargs).__name__
         )
+
+
+def check_processes(mesh: object, **groups: object) -> None:
+    """Refuse a mesh that is no `DeviceMesh`, and groups that are no process groups of this process."""
+    wanted = {"mesh": (mesh, DeviceMesh)} | {name: (group, ProcessGroup) for name, group in groups.items()}
+    for name, (given, kind) in wanted.items():
+        if given is not None and not isinstance(given, kind):
+            fix = f"give what {'init_device_mesh' if kind is DeviceMesh else 'new_group'} returned"
+            raise UsageError(
+                f"{name} must be a torch {kind.__name__} that holds this process",
+                where=name,
+                given=repr(given),
+                fix=f"{fix} on this process",
+            )
 
 
 def limits_of(limit: int | Sequence[int | None] | None) -> MemoryLimit:

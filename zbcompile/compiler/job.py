@@ -14,7 +14,14 @@ from zbcompile.options import CompileOptions
 from zbcompile.runtime.grid import Place, place_in_mesh, place_of_groups
 from zbcompile.runtime.group import PipelineGroup
 
-__all__ = ["check_places", "check_replicas", "place_of", "require_members"]
+__all__ = [
+    "check_frozen",
+    "check_optimizers",
+    "check_places",
+    "check_replicas",
+    "place_of",
+    "require_members",
+]
 
 
 def place_of(options: CompileOptions) -> Place | None:
@@ -138,6 +145,29 @@ def check_replicas(group: PipelineGroup, tensors: Mapping[str, Tensor]) -> None:
                     fix="build the model with the same seed on all of them, or load the same weights",
                 )
             )
+
+
+def check_optimizers(group: PipelineGroup, is_given: bool, what: str) -> None:
+    """Refuse a call of all ranks to which an optimizer is given on one replica and not on another.
+
+    Raises
+    ------
+    PipelineError
+        Names both; raised by all.
+    """
+    first = group.same_stages[0]
+    told = [json.loads(t) for t in group.gather(json.dumps([first, is_given]), f"the optimizers of {what}")]
+    odd = next((rank for rank, (first, given) in enumerate(told) if given != told[first][1]), None)
+    if odd is not None:
+        first, words = told[odd][0], {True: "an optimizer", False: "none"}
+        raise group.calls.common(
+            PipelineError(
+                f"replicas and shards differ in what they give to {what}",
+                needed=f"{words[told[first][1]]}, as on rank {first}",
+                given=f"{words[told[odd][1]]} on rank {odd}",
+                fix="give the optimizer on all of them, or on none",
+            )
+        )
 
 
 def check_frozen(group: PipelineGroup, parameters: Mapping[str, Tensor]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,17 +31,43 @@ from torch.optim import (
     Rprop,
 )
 
-from zbcompile.compiler.sharding import local
+from zbcompile.compiler.sharding import is_sharded, local
 from zbcompile.errors import UsageError
 from zbcompile.runtime import torch_private
 
-__all__ = ["REVERSIBLE", "Options", "Snapshot", "check_reversible"]
+__all__ = ["REVERSIBLE", "Options", "Snapshot", "check_reversible", "check_steps"]
 
 REVERSIBLE: tuple[type[Optimizer], ...] = (
     ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, Muon, NAdam, RAdam, RMSprop, Rprop,
 )  # fmt: skip
 """Optimizers whose step was undone and done again with the same bits, in all their forms
 (`tests/compiler/test_optimizer_snapshot.py`)."""
+_NOT_OF_PARTS = (Adafactor, Rprop)
+"""Optimizers that have no step of DTensors in torch 2.13."""
+
+
+def check_steps(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that cannot step at all here, before anything is exchanged or changed.
+
+    Raises
+    ------
+    UsageError
+        The step needs a closure; or torch has none of it for weights that replicas share.
+    """
+    for optimizer in optimizers:
+        kind = type(optimizer)
+        closure = signature(kind.step).parameters.get("closure")
+        if closure is not None and closure.default is Parameter.empty:
+            raise UsageError(
+                f"{kind.__name__} calls for a closure, which would run the model several times in one step",
+                fix="use an optimizer that steps with the gradients at hand, such as AdamW",
+            )
+        shares = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
+        if shares and kind in _NOT_OF_PARTS:
+            raise UsageError(
+                f"torch's {kind.__name__} has no step of weights that replicas share",
+                fix="use another optimizer, or dp in place of dp_shard",
+            )
 
 
 def check_reversible(optimizers: Sequence[Optimizer]) -> None:

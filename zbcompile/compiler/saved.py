@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from zbcompile.compiler.checkpoint import check_model, load_model, optimizer_parts, optimizer_state
 from zbcompile.compiler.compiled import CompiledPipeline
+from zbcompile.compiler.job import check_optimizers
 from zbcompile.compiler.part_entries import PartPlanner, SavedPart, saved_parts
 from zbcompile.compiler.parts import Part, Parts
 from zbcompile.compiler.sampled import sampled_bytes
@@ -87,6 +88,8 @@ def save(
     with compiled.runner.call("save()") as call:
         with call.checks():
             compiled.refuse_unreduced("save()")
+            if group is not None:
+                check_optimizers(group, optimizer is not None, "save()")
             mine = checked(own(), compiled, "save()")
             state = _state(mine, optimizer) if group is None or group.writes else {}
             record = CheckpointFile(compiled.step_number, compiled.options.seed, extra)
@@ -121,6 +124,8 @@ def load(
     with compiled.runner.call("load()") as call:
         with call.checks():
             compiled.refuse_unreduced("load()")
+            if group is not None:
+                check_optimizers(group, optimizer is not None, "load()")
             mine, record = checked(own(), compiled, "load()"), _record(folder)
             if record is not None:
                 _check_seed(compiled, record)

@@ -19,7 +19,7 @@ from torch import Tensor
 from zbcompile.compiler.call import pieces_of
 from zbcompile.compiler.runs import Counted, Run, Shapes
 from zbcompile.compiler.sampled import bytes_of, sampled_bytes
-from zbcompile.compiler.signature import Signature, Value
+from zbcompile.compiler.signature import Signature, Value, described
 from zbcompile.errors import UsageError
 from zbcompile.passes.capture.nested_values import Microbatches
 from zbcompile.runtime.group import PipelineGroup
@@ -86,7 +86,8 @@ def tell_evaluation(group: PipelineGroup, form: str, names: Sequence[str], value
         It differs.
     """
     hashes = [None if value is None else _hash(value) for value in values]
-    said = {"the batch, in number or shape of microbatches, or in other arguments": form}
+    shapes = {name: described(value) for name, value in zip(names, values, strict=True)}
+    said = {"the batch to evaluate": shapes, "the arguments that are no tensors, or autocast": form}
     _tell_pipelines(group, json.dumps(said), "the evaluation of the first pipeline")
     mine = json.dumps([form, hashes]) if group.pipeline_rank == 0 else None
     wanted, theirs = json.loads(group.announce_in(group.pipeline, mine, "the evaluation"))

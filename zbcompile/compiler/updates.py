@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from zbcompile.compiler.checkpoint import names_of
 from zbcompile.compiler.norms import gradient_norms
-from zbcompile.compiler.optimizer_snapshot import check_reversible
+from zbcompile.compiler.optimizer_snapshot import check_reversible, check_steps
 from zbcompile.compiler.parts import Parts
 from zbcompile.compiler.update import Asked, Outcome, PostValidation, Update, step_now
 from zbcompile.errors import UsageError
@@ -63,6 +63,7 @@ class Updates:
             names_of(trained, optimizer)
         if post_validation:
             check_reversible(optimizers)
+        check_steps(optimizers)
         self.settle_all(group)
         words = f"optimizer_step({asked.max_norm}, {asked.norm_type}, {asked.error_if_nonfinite})"
         if group is None or not post_validation:

@@ -58,6 +58,7 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.index, self.compiled = index, stage
+        self._kind = type(self)
         self._model = (model,)  # in a tuple, so that it is not registered as a submodule
         self._held = tuple(dict.fromkeys([*getattr(stage, "parameters", ()), *getattr(stage, "buffers", ())]))
         self._tensors: dict[str, Tensor] = {}
@@ -75,7 +76,8 @@ class Stage(nn.Module):
         Raises
         ------
         UsageError
-            A parameter was replaced in this module (by ``fully_shard``, say) and not in the model.
+            A parameter was replaced in this module (by ``fully_shard``, say) and not in the model; or the
+            module has another class (by ``replicate``, say).
         """
         for name in self._held:
             if self._tensors.get(name) is not state[name]:
@@ -92,6 +94,14 @@ class Stage(nn.Module):
                         fix="change the model in place of the stage; to shard stages, give compile(mesh=) a "
                         "dimension dp_shard",
                     )
+        if type(self) is not self._kind:
+            raise UsageError(
+                "a stage was made another class: what that does to its calls is no part of a step",
+                where=f"stage {self.index}",
+                needed=self._kind.__name__,
+                given=type(self).__name__,
+                fix="leave the stage as it is; for replicas of stages give compile(mesh=) a dimension dp",
+            )
 
     def materialize(
         self,
