@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support import life_workers
 from tests.support.life_workers import (
@@ -20,8 +23,8 @@ from zbcompile.runtime.launch import spawn, spawn_outcomes
 pytestmark = pytest.mark.timeout(200)
 
 
-def test_freed_models_train_in_hooks_like_one_process_and_refuse_what_is_gone() -> None:
-    there = spawn(life_workers.freed, 4, (), timeout_s=150)
+def test_freed_models_train_in_hooks_like_one_process_and_refuse_what_is_gone(tmp_path: Path) -> None:
+    there = spawn(life_workers.freed, 4, (str(tmp_path / "merged.safetensors"),), timeout_s=150)
     model, (x, y) = Chain(tied=True), rows()
     optimizer_per_parameter(model.parameters())
     pipeline = compiled(model, 4)
@@ -34,6 +37,9 @@ def test_freed_models_train_in_hooks_like_one_process_and_refuse_what_is_gone() 
     state = model.state_dict()
     seen = {name for part in there for name in part["state"]}
     assert seen == state.keys()
+    merged = load_file(tmp_path / "merged.safetensors")  # a tied tensor is there once
+    assert all(torch.equal(tensor, state[name]) for name, tensor in merged.items())
+    assert len(merged) == len(state) - 1
     for part in there:
         assert all(torch.equal(tensor, state[name]) for name, tensor in part["state"].items())
 

@@ -167,8 +167,8 @@ def scaled_steps(pipeline: zbcompile.Pipeline) -> list[float]:
     return scales
 
 
-def freed(rank: int) -> dict[str, Any]:
-    """Compile with ``free_model``, train in hooks, evaluate, and use what is gone."""
+def freed(rank: int, file: str) -> dict[str, Any]:
+    """Compile with ``free_model``, train in hooks, evaluate, merge, and use what is gone."""
     model = Chain(tied=True)
     kept = {name: (weakref.ref(p), id(p)) for name, p in model.named_parameters()}
     calls: list[str] = []
@@ -195,6 +195,7 @@ def freed(rank: int) -> dict[str, Any]:
     for use in uses.values():
         with pytest.raises(UsageError, match=r"another rank.*\((table|middle|more|last|scale)"):
             use()
+    pipeline.save_merged(file)
     result = {
         "state": {name: tensor.clone() for name, tensor in pipeline.state_dict().items()},
         "before": before,

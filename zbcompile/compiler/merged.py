@@ -27,7 +27,7 @@ def save_merged(compiled: CompiledPipeline, own: Callable[[], Own], path: str | 
     with compiled.runner.call("save_merged()") as call:
         with call.checks():
             mine = checked(own(), compiled, "save_merged()")
-            names = list(mine.trained.state_dict())
+            names = list(mine.trained.state_dict(keep_vars=True))  # a freed tensor cannot be detached
             whole, same = _without_copies(mine.tensors)
             if group is not None:
                 group.agree({"file": target})
