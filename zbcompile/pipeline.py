@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,9 +36,6 @@ from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.ir import Schedule
 from zbcompile.schedule.solution import Certificate, Solution
 from zbcompile.schedule.sum_order import sum_order
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Microbatches", "Pipeline", "Stage"]
 

@@ -56,7 +56,7 @@ def test_a_configuration_is_counted_as_its_model_is(
 def test_a_sweep_over_devices_and_stages_per_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, {**LLAMA, "model_type": "gpt2", "n_layer": 2, "n_embd": 16, "n_head": 2})
     asked = ["--hf-config", path, "--ranks", "2", "--device", "A100", "H100", "--sequence", "4"]
-    assert main(["sweep", *asked, "--time-limit", ".1", "--json"]) == 0
+    assert main(["sweep", *asked, "--time-limit", "60", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["device"] for row in rows] == ["A100", "H100"]
     assert rows[1]["value_ns"] < rows[0]["value_ns"]

@@ -254,6 +254,32 @@ def test_orders_of_quick_plans_are_never_lost() -> None:
     assert found.value_ns < worst
 
 
+class NoTime:
+    """A clock of a ranking whose time is over when it begins."""
+
+    limit, nominal_s = 0.2, 0.2
+
+    def seconds_left(self) -> float:
+        return 0.0
+
+    def __call__(self, progress: Progress) -> None: ...
+
+
+def test_without_time_for_ranking_the_variant_that_holds_least_still_gets_its_first_orders() -> None:
+    """Others have lower bounds, and may fit under the cap with one microbatch after the other only."""
+    problem, planned = recompute(4, 8, 10_000), list[Problem]()
+
+    def quick(given: Problem, seconds: float) -> tuple[int, Order]:
+        assert seconds == 0
+        planned.append(given)
+        return 5_000, Order(one_at_a_time(Instance.of(given)), ("one_at_a_time",))
+
+    ranked = ranking.rank(problem, quick, joint_bound(problem), NoTime(), fusing=True)
+    assert planned == [fixed(problem, (1,) * 4)]
+    assert ranked.finalists == ((1,) * 4,)
+    assert len(ranked.orders) == 1
+
+
 @pytest.mark.parametrize("placement", [Placement.linear(8), Placement.v(8)])
 def test_the_joint_bound_looks_at_no_more_assignments_than_it_may(
     placement: Placement, monkeypatch: pytest.MonkeyPatch

@@ -261,17 +261,20 @@ class _Ranking:
             around.add(here)
             self.weigh(self._around(here))
 
-    def plan(self, assignments: Iterable[Assignment], most: int) -> bool:
-        """Plan quickly, at most so many, what may be better than the best; return whether one is."""
+    def plan(self, assignments: Iterable[Assignment], most: int, *, always: bool = False) -> bool:
+        """Plan quickly, at most so many, what may be better than the best; return whether one is.
+
+        ``always``: where the time is over, too, with the orders that take a moment.
+        """
         before = self.best
         for assignment in assignments:
             bound = self.bounds.get(assignment)
             if assignment in self.values or bound is None or (self.best is not None and bound >= self.best):
                 continue
-            if most <= 0 or self.plans_left <= 0 or self.over():
+            if most <= 0 or self.plans_left <= 0 or (self.over() and not always):
                 break
             most, self.plans_left = most - 1, self.plans_left - 1
-            found = self.quick(fixed(self.problem, assignment), self.seconds_left())
+            found = self.quick(fixed(self.problem, assignment), max(0.0, self.seconds_left()))
             if found is not None:
                 self.values[assignment], self.orders[assignment] = found
                 self.relay(Progress(found[0], 0, 0.0, "variants"))
@@ -330,10 +333,12 @@ def rank(
         No assignment fits under the caps.
     """
     ranking = _Ranking(problem, quick, relay, fusing)
-    single = uniform(problem)
+    single, leanest = uniform(problem), _leanest(problem.profile, fusing)
     try:
-        ranking.weigh(single, always=True)
-        ranking.plan([a for a in ranking.promising() if a in single], _LEAST_TRIES)
+        ranking.weigh([*single, leanest], always=True)
+        fitting = [a for a in ranking.promising() if a in single]
+        ranking.plan(fitting, _LEAST_TRIES)
+        ranking.plan([leanest], 1, always=True)  # more orders fit it than others
         if ranking.best is None or ranking.best > bound.value_ns:
             ranking.weigh(candidates(problem))
             ranking.plan(ranking.promising(), ranking.plans_left // 4)
@@ -346,7 +351,6 @@ def rank(
         return ranking.ranked()
     if weighed := ranking.promising():
         return Ranked(tuple(weighed[:1]), tuple(a for a in weighed[1:] if a in single), frozenset(single))
-    leanest = _leanest(problem.profile, fusing)
     check_caps(fixed(problem, leanest), fusing=fusing)
     return Ranked((leanest,), (), frozenset(single))
 

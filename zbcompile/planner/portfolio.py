@@ -67,6 +67,7 @@ PORTFOLIO: tuple[Part, ...] = (
 QUICK: tuple[Part, ...] = (
     Classic(),
     OneAtATime(),
+    RuleOfThumb(),
     RoundOrders(),
     ListSchedules(),
     Coarse(_COARSE),
