@@ -23,6 +23,7 @@ from zbcompile.errors import UsageError
 from zbcompile.options import CompileOptions
 from zbcompile.passes.capture.nested_values import Microbatches
 from zbcompile.passes.capture.with_loss import with_loss
+from zbcompile.runtime.calls import DistributedCall
 from zbcompile.runtime.group import PipelineGroup
 
 __all__ = ["build"]
@@ -78,12 +79,12 @@ def _ranks(
     job = None
     if options.plan_group is not None:
         job = PipelineGroup.present(options.plan_group, options.stall_limit_s)
-    with _built_by_all(job, observer) as observer:
-        place = place_of(options)
+    with _built_by_all(job, observer) as (whole, observer):
+        place = place_of(options, whole)
         if place is not None and job is not None:
             require_members(job, place)
         group = PipelineGroup.present(options.group if place is None else place, options.stall_limit_s)
-        with _built_by_all(group, observer) as observer:
+        with _built_by_all(group, observer, whole) as (_, observer):
             if group is not None and place is not None:
                 check_places(group)
             yield group, job or group, observer
@@ -92,10 +93,15 @@ def _ranks(
 
 
 @contextlib.contextmanager
-def _built_by_all(group: PipelineGroup | None, observer: Observer) -> Iterator[Observer]:
-    """Build as one call of all ranks. Between two steps a rank looks whether another one has failed."""
+def _built_by_all(
+    group: PipelineGroup | None, observer: Observer, around: DistributedCall | None = None
+) -> Iterator[tuple[DistributedCall | None, Observer]]:
+    """Build as one call of all ranks, or as the part of one that they have in the call ``around`` it.
+
+    Between two steps a rank looks whether another one has failed.
+    """
     if group is None:
-        yield observer
+        yield None, observer
         return
 
     def looking(name: str, artifact: object) -> None:
@@ -103,8 +109,8 @@ def _built_by_all(group: PipelineGroup | None, observer: Observer) -> Iterator[O
         group.watchdog.check()
 
     try:
-        with group.calls.building("compile()"):
-            yield looking
+        with group.calls.building("compile()", around) as call:
+            yield call, looking
     except BaseException:
         group.close()
         raise

@@ -11,6 +11,7 @@ from torch import Tensor
 from zbcompile.compiler.sampled import sampled_bytes
 from zbcompile.errors import PipelineError, UsageError
 from zbcompile.options import CompileOptions
+from zbcompile.runtime.calls import DistributedCall
 from zbcompile.runtime.grid import Place, place_in_mesh, place_of_groups
 from zbcompile.runtime.group import PipelineGroup
 
@@ -24,8 +25,10 @@ __all__ = [
 ]
 
 
-def place_of(options: CompileOptions) -> Place | None:
+def place_of(options: CompileOptions, around: DistributedCall | None) -> Place | None:
     """Return where this process stands in the job that was asked for; None for a single pipeline.
+
+    ``around`` is the build of the ranks that run one plan, if this is a part of one.
 
     Raises
     ------
@@ -43,7 +46,7 @@ def place_of(options: CompileOptions) -> Place | None:
     if replicas is None:
         return place_of_groups([own.pipeline], options.group, options.data_group)
     try:
-        with replicas.calls.building("compile()"):
+        with replicas.calls.building("compile()", around):
             told = replicas.gather(json.dumps(own.pipeline), "the pipelines of all replicas")
     finally:
         replicas.close()

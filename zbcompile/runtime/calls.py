@@ -113,9 +113,13 @@ class DistributedCalls:
         """Return a wait of this rank between two calls, in which it meets nobody, to be entered."""
         return DistributedCall(self, words, counted=False, alone=True)
 
-    def building(self, words: str) -> DistributedCall:
-        """Return a part of the build, to be entered: the rank that fails raises its own error."""
-        return DistributedCall(self, words, own_error=True)
+    def building(self, words: str, around: DistributedCall | None = None) -> DistributedCall:
+        """Return a part of the build, to be entered: the rank that fails raises its own error.
+
+        Where a build of more ranks is ``around`` it, that one is told of an error first, and what is known
+        there is raised: it names ranks by their numbers among all.
+        """
+        return DistributedCall(self, words, own_error=True, around=around)
 
     def common(self, error: PipelineError) -> PipelineError:
         """Return the error, marked as one that every rank raises by itself."""
@@ -177,6 +181,8 @@ class DistributedCall:
     alone
         Whether no other rank takes part: a refusal that this rank has raised for does not concern the call,
         and is settled later.
+    around
+        The build of more ranks that this one is a part of.
     """
 
     def __init__(
@@ -187,9 +193,12 @@ class DistributedCall:
         counted: bool = True,
         own_error: bool = False,
         alone: bool = False,
+        around: DistributedCall | None = None,
     ) -> None:
         self._calls, self._watchdog, self._words = calls, calls.watchdog, words
         self._counted, self._own_error, self._alone = counted, own_error, alone
+        self._around = around
+        self._told_before: BaseException | None = None
         self._open = self._finished = False
         self._refused: BaseException | None = None
 
@@ -275,6 +284,12 @@ class DistributedCall:
     def _instead_of(self, error: BaseException) -> PipelineError | None:
         """Tell the other ranks of an error, if they do not know; return what is raised instead, or None."""
         watchdog, rank = self._watchdog, self._watchdog.rank
+        known = [self._refused, self._calls.known_to_all]
+        if self._around is not None:
+            self._around._hear_first(error)
+            known.append(self._around._calls.known_to_all)
+        if error is self._told_before:
+            return None
         if isinstance(error, Ended):
             return self._calls.error(built=not self._own_error)
         name = type(error).__name__
@@ -283,7 +298,7 @@ class DistributedCall:
             where = self._words if doing is None else doing.words
             watchdog.fail(f"{name}{f': {error}' if str(error) else ''} (rank {rank}, {where})")
             return None
-        if watchdog.failed is None and error in (self._refused, self._calls.known_to_all):
+        if watchdog.failed is None and error in known:
             return None
         if not watchdog.ended:
             if self._own_error:
@@ -293,3 +308,10 @@ class DistributedCall:
                 str(error) if isinstance(error, PipelineError) else f"{name}: {error} (rank {rank})"
             )
         return self._calls.error(built=not self._own_error)
+
+    def _hear_first(self, error: BaseException) -> None:
+        """Hear of an error in a part of this build before the ranks of that part do."""
+        if isinstance(error, Ended):
+            self._watchdog.look()
+        elif self._instead_of(error) is None:
+            self._told_before = error

@@ -211,6 +211,15 @@ class Watchdog:
         event = Event(True, self.rank, self.call, reason)
         self._end(self._tell(event) or reason)
 
+    def look(self) -> None:
+        """Read now, and not at the next tick, whether the pipeline has failed."""
+        start = self._news_read
+        with contextlib.suppress(StoreError):
+            news = self.store.ask(lambda store: read_news(store, start), _ANSWER_S)
+            for event in news:
+                if event.fatal:
+                    self._end(event.reason)
+
     def refuse(self, reason: str, *, told: bool) -> None:
         """Tell all ranks, unless they know, that this one has refused its call before its first message."""
         event = Event(False, self.rank, self.call, reason)
