@@ -23,9 +23,10 @@ from zbcompile.planner.bounds.analytic import analytic_bounds
 from zbcompile.planner.bounds.blocking_send import blocking_send_bound
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.bounds.cuts import best_cut, shared_bound
-from zbcompile.planner.certify.certificate import rederived, verify_certificate
+from zbcompile.planner.certify.certificate import verify_certificate
 from zbcompile.planner.certify.cuts import cuts_bound
 from zbcompile.planner.certify.facts import Derivation
+from zbcompile.planner.certify.methods import rederived
 from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.core.times import Clock
 from zbcompile.planner.cuts import plan_cuts

@@ -10,7 +10,7 @@ from tests.support.planner_cases import brute_force, exact_value, random_placeme
 from zbcompile.planner.bounds.analytic import analytic_bounds, best_bound
 from zbcompile.planner.bounds.blocking_send import blocking_send_bound
 from zbcompile.planner.bounds.knapsack import fractional
-from zbcompile.planner.certify.certificate import rederived
+from zbcompile.planner.certify.methods import rederived
 from zbcompile.planner.core.instance import Instance
 from zbcompile.planner.core.paths import Paths, _AllPaths
 from zbcompile.planner.core.times import Clock

@@ -7,17 +7,34 @@ fault there does not vouch for itself. All is for costs that no choice of fusing
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from zbcompile.errors import CheckError
 from zbcompile.schedule.problem import Problem
 
-__all__ = ["Derivation", "Facts", "Witness", "add_work", "alike", "number", "rank_of", "refuse"]
+__all__ = [
+    "OUTERMOST",
+    "Derivation",
+    "Facts",
+    "Inner",
+    "Witness",
+    "add_work",
+    "alike",
+    "number",
+    "rank_of",
+    "refuse",
+]
 
 Witness = Mapping[str, object]
 Node = tuple[str, int]
+
+Inner = Callable[[Problem, str, Witness], int]
+"""Derives a bound inside another one, from its problem, its method and its witness."""
+
+OUTERMOST = ("variants", "cuts", "cp_sat", "crossing")
+"""Methods that prove no part of another bound."""
 
 
 def refuse(what: str, needed: object = None, given: object = None) -> CheckError:

@@ -6,11 +6,20 @@ microbatch costs is part of the problem (`Problem.one`) and not of a bound.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from zbcompile.planner.certify.derive import derivations
-from zbcompile.planner.certify.facts import Derivation, Facts, Witness, number, rank_of, refuse
+from zbcompile.planner.certify.facts import (
+    OUTERMOST,
+    Derivation,
+    Facts,
+    Inner,
+    Witness,
+    number,
+    rank_of,
+    refuse,
+)
 from zbcompile.planner.certify.once_a_step import add_once_a_step
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.problem import Problem
@@ -23,7 +32,7 @@ def derive_unequal(
     method: str,
     witness: Witness,
     out: Derivation,
-    inner: Callable[[Problem, str, Witness], int],
+    inner: Inner,
 ) -> int:
     """Derive a bound of a problem whose microbatches differ, and return its value.
 
@@ -41,6 +50,8 @@ def derive_unequal(
         of, inside = witness.get("of"), witness.get("witness")
         if not isinstance(of, str) or not isinstance(inside, Mapping) or len(witness) != 2:
             raise refuse("the witness of the least microbatch has no bound in it", given=of)
+        if of in OUTERMOST:
+            raise refuse("a bound of the least microbatch has no usable method", given=of)
         out.note("every microbatch with the least of each cost that any of them has:")
         return inner(_least(problem), of, inside)
     part = Derivation(out.lines)
