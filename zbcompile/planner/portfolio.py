@@ -10,7 +10,8 @@ from collections.abc import Collection
 
 from zbcompile.errors import UsageError
 from zbcompile.planner.bounds.blocking_send import blocking_send_bound
-from zbcompile.planner.exact.proofs import EXACT_ACTIONS, Crossing, Exact, FromBelow, QuickCrossing
+from zbcompile.planner.exact.crossing_proofs import Crossing, QuickCrossing
+from zbcompile.planner.exact.proofs import EXACT_ACTIONS, Exact, FromBelow
 from zbcompile.planner.improve.fuse import RuleOfThumb, SplitOrFuse
 from zbcompile.planner.improve.halving import Anneal, AnnealOn, Fold
 from zbcompile.planner.improve.redispatch import Redispatch

@@ -24,6 +24,7 @@ from zbcompile.planner.core.instance import (
     to_schedule,
 )
 from zbcompile.planner.core.times import Clock
+from zbcompile.planner.exact.early_ends import end_early
 from zbcompile.planner.exact.memory_model import add_memory
 from zbcompile.planner.exact.message_model import add_messages, can_model
 from zbcompile.planner.exact.model import ExactResult, refute, solve_exact
@@ -139,7 +140,7 @@ def value_of_fixed(problem: Problem, codes: Codes, *, early: bool) -> int | None
     add_memory(orders)
     add_messages(orders)
     if early:
-        orders.end_early()
+        end_early(orders)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers, solver.parameters.linearization_level = 1, 2
     status = run(solver, orders.model)

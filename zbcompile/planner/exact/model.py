@@ -16,6 +16,7 @@ from zbcompile.planner.core.instance import Codes, Fusing, Instance
 from zbcompile.planner.core.paths import NO_PATH, Paths
 from zbcompile.planner.core.score import fits, latest_row_starts, value_of
 from zbcompile.planner.core.times import Clock
+from zbcompile.planner.exact.early_ends import end_early
 from zbcompile.planner.exact.memory_model import add_memory
 from zbcompile.planner.exact.message_model import add_messages
 from zbcompile.planner.exact.order_model import OrderModel
@@ -138,7 +139,7 @@ class _Question:
         add_messages(orders)
         orders.chain()
         if early:
-            orders.end_early()
+            end_early(orders)
         if hint is not None:
             orders.hint(hint, self._starts(ticks, hint))
         solver = cp_model.CpSolver()

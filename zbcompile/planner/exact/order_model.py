@@ -8,12 +8,11 @@ are in the model too (`zbcompile.planner.exact.message_model`); memory is
 
 A step ends on every rank as early as its order allows (`zbcompile.schedule.simulate`). For the span the model
 may end a rank later, so that another one starts later: its value is never more than that of its order, and
-seldom less. `OrderModel.end_early` adds what is missing.
+seldom less. `zbcompile.planner.exact.early_ends` adds what is missing.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.exact.ticks import Ticks
 from zbcompile.schedule.ir import Kind
 
-__all__ = ["Literal", "OrderModel", "negated"]
+__all__ = ["Cause", "Literal", "OrderModel", "negated"]
 
 Literal = cp_model_helper.Literal | bool
 """A boolean variable, its negation, or True or False."""
@@ -39,7 +38,7 @@ def negated(literal: Literal) -> Literal:
     return not literal if isinstance(literal, bool) else ~literal
 
 
-class _Cause(NamedTuple):
+class Cause(NamedTuple):
     """Something that may decide how early a time can be.
 
     Attributes
@@ -88,15 +87,15 @@ class OrderModel:
     in_reach
         Whether a single microbatch ends within the horizon. If not, the model says nothing: no order does.
     causes, arrivals
-        For `end_early`: what times may wait for, and when what an action sends is there, with the variable
-        that this counts from.
+        For `zbcompile.planner.exact.early_ends`: what times may wait for; and when what an action sends is
+        there, with the variable that this counts from.
     """
 
     def __init__(self, ticks: Ticks, horizon: int, lower: int, fusing: Fusing) -> None:
         self.ticks, self.instance, self.horizon = ticks, ticks.instance, horizon
         self.paths = Paths.of(self.instance.relaxed())
         self.model, self.in_reach = cp_model.CpModel(), True
-        self.causes: list[_Cause] = []
+        self.causes: list[Cause] = []
         self.arrivals: dict[Op, list[tuple[Time, cp_model.IntVar]]] = {}
         self.fused = {(s, i): lit for s in self._stages() for i, lit in enumerate(self._choices(s, fusing))}
         self.start = {op: self._start_variable(op) for op in self.ops()}
@@ -157,7 +156,7 @@ class OrderModel:
 
     def add_cause(self, time: cp_model.IntVar, of: cp_model.IntVar, when: Sequence[Literal] = ()) -> None:
         """Say that a time may be as early as another one where all of ``when`` hold."""
-        self.causes.append(_Cause(time, of, of, tuple(literal for literal in when if literal is not True)))
+        self.causes.append(Cause(time, of, of, tuple(literal for literal in when if literal is not True)))
 
     def add_wait(
         self,
@@ -166,12 +165,12 @@ class OrderModel:
         of: cp_model.IntVar,
         when: Sequence[Literal] = (),
     ) -> None:
-        """Let a time be no earlier than another one, where all of ``when`` hold. ``of``: see `_Cause`."""
+        """Let a time be no earlier than another one, where all of ``when`` hold. ``of``: see `Cause`."""
         if any(literal is False for literal in when):
             return
         held = tuple(literal for literal in when if literal is not True)
         self.model.add(time >= since).only_enforce_if(held)
-        self.causes.append(_Cause(time, since, of, held))
+        self.causes.append(Cause(time, since, of, held))
 
     def _start_variable(self, op: Op) -> cp_model.IntVar:
         kind, s, i = op
@@ -323,53 +322,6 @@ class OrderModel:
                 reductions.append(reduction + steps.reduce[s])
         model.add_no_overlap(intervals)
         return gathers, reductions
-
-    def end_early(self) -> None:
-        """Let every rank end as early as its order allows.
-
-        For each rank's end a chain of waits, each as short as it can be, leads back to time 0.
-        """
-        model = self.model
-        causes: dict[int, list[_Cause]] = {}
-        for cause in (*self.causes, *self._turns()):
-            causes.setdefault(cause.time.index, []).append(cause)
-        chained: dict[int, cp_model.IntVar] = {}
-
-        def tight(time: cp_model.IntVar) -> cp_model.IntVar:
-            if time.index not in chained:
-                chained[time.index] = model.new_bool_var("tight")
-                waiting.append(time)
-            return chained[time.index]
-
-        waiting: list[cp_model.IntVar] = []
-        for rank, stages in enumerate(self.instance.stages_of):
-            ends, last = self.ends(rank), []
-            for s, end in zip(stages, ends, strict=True):
-                last.append(model.new_bool_var("last"))
-                for other in ends:
-                    model.add(end >= other).only_enforce_if(last[-1])
-                model.add_implication(last[-1], tight(self.start[W, s, self.instance.num_microbatches - 1]))
-            model.add_bool_or(last)
-        while waiting:
-            time = waiting.pop()
-            at_once = model.new_bool_var("at once")
-            model.add(time == 0).only_enforce_if(at_once)
-            reasons = [at_once]
-            for cause in causes.get(time.index, ()):
-                reasons.append(model.new_bool_var("cause"))
-                model.add(time == cause.since).only_enforce_if(reasons[-1])
-                model.add_bool_and([tight(cause.of), *cause.when]).only_enforce_if(reasons[-1])
-            model.add_bool_or([~chained[time.index], *reasons])
-
-    def _turns(self) -> Iterator[_Cause]:
-        """Yield what actions may wait for because their rank is busy with another one, or its messages."""
-        for rank in range(self.instance.num_ranks):
-            ops = self.rank_ops(rank, F, B, W)
-            for before, after in itertools.permutations(ops, 2):
-                time, there = self.start[after], self.there(before, after)
-                yield _Cause(time, self.end(before), self.start[before], there)
-                for arrival, begin in self.arrivals.get(before, ()):
-                    yield _Cause(time, arrival, begin, there)
 
     def hint(self, codes: Codes, starts: Sequence[Sequence[int]]) -> None:
         """Hint at a known order: which backwards it fuses, its starts in ticks, and what comes first.
