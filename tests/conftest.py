@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing.forkserver
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -33,7 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where several processes will test, have the planner's kernels compiled beside them, once for all."""
+    """Where several processes will test, have the planner's kernels compiled beside them, once for all.
+
+    A shell starts what runs in its background with Ctrl-C ignored: the tests of interrupts need it back.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         command = [sys.executable, "-c", "from tests.support.planner_cases import compile_kernels as c; c()"]
         config.stash[_COMPILING] = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
@@ -50,6 +58,21 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the tests that mostly wait for processes of their own: others run beside them meanwhile."""
     items.sort(key=lambda item: not item.nodeid.startswith(WAITING))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> Iterator[None]:
+    """Fork ranks from a server that has loaded and compiled what they will; the first ones start it."""
+    names = multiprocessing.forkserver.set_forkserver_preload
+
+    def also_warm(modules: list[str]) -> None:
+        names([*modules, "tests.support.warm"])
+        with contextlib.chdir(ROOT):
+            multiprocessing.forkserver.ensure_running()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing.forkserver, "set_forkserver_preload", also_warm)
+        yield
 
 
 @pytest.fixture

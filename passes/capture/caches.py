@@ -28,15 +28,13 @@ def caches_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        for cache in [found for found in gc.get_objects() if _is_cache(found)]:
-            if cache.cache_info().currsize and _holds_traced(cache):
+        for cache in [found for found in gc.get_objects() if type(found) is _CACHE]:
+            if cache.cache_info().currsize and _may_have_tables(cache) and _holds_traced(cache):
                 cache.cache_clear()
 
 
-def _is_cache(found: object) -> bool:
-    if type(found) is not _CACHE:
-        return False
-    return str(getattr(found, "__module__", "")).partition(".")[0] not in _WITHOUT_TABLES
+def _may_have_tables(cache: object) -> bool:
+    return str(getattr(cache, "__module__", "")).partition(".")[0] not in _WITHOUT_TABLES
 
 
 def _holds_traced(cache: object) -> bool:

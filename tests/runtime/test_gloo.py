@@ -18,6 +18,12 @@ pytestmark = pytest.mark.timeout(400)
 STEPS = 3
 
 
+def test_processes_of_the_tests_begin_warm_and_with_nothing_drawn() -> None:
+    fresh = {"warm": True, "drawn": False, "groups": False, "torch threads": 1}
+    assert in_clean_process(gloo_workers.beginning, 0) == fresh
+    assert spawn(gloo_workers.beginning, 1, timeout_s=60) == [{**fresh, "groups": True}]
+
+
 def test_fifty_random_legal_orders_give_the_bits_of_autograd() -> None:
     ran = spawn(gloo_workers.random_orders, 6, (list(range(50)),), timeout_s=300)
     assert ran[0] == ran[1] == 50

@@ -15,8 +15,9 @@ T = TypeVar("T")
 
 
 def in_clean_process(function: Callable[..., T], *args: object, timeout_s: float = 300.0) -> T:
-    """Return ``function(*args)`` of a new interpreter; an error there fails the test with its traceback."""
-    context = multiprocessing.get_context("spawn")
+    """Return ``function(*args)`` of a process from the fork server; an error there fails the test."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["zbcompile.pipeline"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(sender, function, args))
     process.start()

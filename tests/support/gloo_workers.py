@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,18 @@ from zbcompile.schedule.ir import Action, Kind, Placement, Schedule
 from zbcompile.schedule.problem import Problem
 
 NUM_RANKS, NUM_MICROBATCHES, NUM_STEPS = 4, 4, 3
+
+
+def beginning(rank: int) -> dict[str, Any]:
+    """Return what a process of the tests begins with."""
+    random = torch.get_rng_state()
+    torch.manual_seed(torch.default_generator.initial_seed())
+    return {
+        "warm": "tests.support.warm" in sys.modules,
+        "drawn": not torch.equal(random, torch.get_rng_state()),
+        "groups": dist.is_initialized(),
+        "torch threads": torch.get_num_threads(),
+    }
 
 
 def one_f_one_b(num_microbatches: int = NUM_MICROBATCHES) -> Schedule:

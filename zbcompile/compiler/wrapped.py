@@ -49,7 +49,9 @@ class Wrappers:
 
 
 def _all_there_are() -> list[DistributedDataParallel]:
-    return [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+    # There are a million objects, and few classes.
+    classes = {c for c in set(map(type, gc.get_objects())) if issubclass(c, DistributedDataParallel)}
+    return [o for o in gc.get_objects() if type(o) in classes] if classes else []
 
 
 def _holding(found: Iterable[DistributedDataParallel], trained: nn.Module) -> bool:
