@@ -18,7 +18,7 @@ from zbcompile.passes.capture.capture import capture
 from zbcompile.passes.capture.nested_values import flatten
 from zbcompile.passes.partition.partition import partition
 from zbcompile.passes.split.save_set import Phase, cut, leaves
-from zbcompile.passes.split.split_backward import split_backward
+from zbcompile.passes.split.split_backward import TracedStages
 from zbcompile.passes.split.stage_graphs import StageGraphs
 
 MEASURED = [
@@ -66,9 +66,9 @@ def test_predicted_bytes_are_held(name: str) -> None:
     args, kwargs, target = case.batch()
     captured = capture(model, args, kwargs, target=target, loss_fn=case.loss)
     flat = flatten((args, kwargs, target))[0]
-    sources = partition(captured, 3)
+    traced = TracedStages(captured, partition(captured, 3))
     for recompute in ("none", "min_memory"):
-        stages = split_backward(captured, sources, recompute=recompute)
+        stages = traced.split([recompute] * 3)
         predicted = [(stage.saved_bytes, stage.saved_for_weight_bytes) for stage in stages]
         assert measured_bytes(stages, model, flat) == predicted, recompute
 
@@ -115,9 +115,8 @@ def test_theoretical_memory_per_layer(name: str) -> None:
     layers_units = 2 * 4 * 256 * 128 * 4
     model = build().train()
     captured = capture(model, (), kwargs)
-    sources = partition(captured, 3, split_points=points)
-    plain = split_backward(captured, sources)[1]
-    small = split_backward(captured, sources, recompute="min_memory")[1]
+    traced = TracedStages(captured, partition(captured, 3, split_points=points))
+    plain, small = (traced.split([level] * 3)[1] for level in ("none", "min_memory"))
     assert plain.saved_for_weight_bytes / layers_units == pytest.approx(after_b, abs=0.02)
     assert small.saved_for_weight_bytes / layers_units == pytest.approx(after_b, abs=0.02)
     assert small.saved_bytes / layers_units <= after_f
@@ -130,14 +129,11 @@ def test_price_lies_between_none_and_full() -> None:
     model, (args, kwargs, _) = case.build(), case.batch()
 
     captured = capture(model, args, kwargs)
-    sources = partition(captured, 2)
-
-    def held(recompute: str | float) -> int:
-        return split_backward(captured, sources, recompute=recompute)[1].saved_bytes
-
-    amounts = [held(r) for r in ("full", 1e6, 1e9, 1e14)]
+    traced = TracedStages(captured, partition(captured, 2))
+    levels: list[str | float] = ["full", 1e6, 1e9, 1e14, "none"]
+    *amounts, none = (traced.split([level] * 2)[1].saved_bytes for level in levels)
     assert amounts == sorted(amounts)
-    assert amounts[0] < amounts[-1] == held("none")
+    assert amounts[0] < amounts[-1] == none
 
 
 def _random_phase(seed: int) -> tuple[Phase, list[Node], dict[Node, int]]:

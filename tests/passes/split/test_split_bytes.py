@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -11,22 +12,27 @@ from torch import Tensor, nn
 
 from benchmarks.allocator import bytes_in_use
 from benchmarks.stage_cases import CASES
-from zbcompile.compiler.stages import build_stages
+from zbcompile.compiler.stages import captured_with_loss
+from zbcompile.passes.capture.captured import Captured
+from zbcompile.passes.partition.partition import partition
+from zbcompile.passes.split.split_backward import TracedStages
 from zbcompile.passes.split.stage_graphs import StageGraphs
 
 SHARE = 0.02
 
 
-def transformer(name: str) -> Callable[[str], tuple[StageGraphs, dict[str, Tensor]]]:
-    def build(recompute: str) -> tuple[StageGraphs, dict[str, Tensor]]:
-        pytest.importorskip("transformers")
-        torch.manual_seed(0)
-        case = CASES[name](64)
-        model = case.build(64)
-        front = build_stages(model, 3, *case.example(), split_points=case.split_points, recompute=recompute)
-        return front.stages[1], dict(front.captured.state)
+Built = tuple[TracedStages, dict[str, Tensor]]
 
-    return build
+
+def transformer(name: str) -> Built:
+    pytest.importorskip("transformers")
+    case = CASES[name](64)
+    model = case.build(64)
+    return traced(captured_with_loss(model, *case.example()), case.split_points)
+
+
+def traced(captured: Captured, split_points: Sequence[str]) -> Built:
+    return TracedStages(captured, partition(captured, 3, split_points=split_points)), dict(captured.state)
 
 
 class Conv(nn.Module):
@@ -39,15 +45,13 @@ class Conv(nn.Module):
         return torch.relu(self.norm(self.conv(x)))
 
 
-def cnn(recompute: str) -> tuple[StageGraphs, dict[str, Tensor]]:
-    torch.manual_seed(0)
+def cnn() -> Built:
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), Conv(16), Conv(16), Conv(16), nn.Flatten())
     model.append(nn.Linear(16 * 32 * 32, 2)).train()
-    front = build_stages(
-        model, 3, (torch.randn(4, 3, 32, 32),), target=torch.randn(4, 2), loss_fn=nn.functional.mse_loss,
-        split_points=["1", "3"], recompute=recompute,
-    )  # fmt: skip
-    return front.stages[1], dict(front.captured.state)
+    captured = captured_with_loss(
+        model, (torch.randn(4, 3, 32, 32),), target=torch.randn(4, 2), loss_fn=nn.functional.mse_loss
+    )
+    return traced(captured, ["1", "3"])
 
 
 def held(stage: StageGraphs, state: dict[str, Tensor]) -> tuple[int, int]:
@@ -70,15 +74,17 @@ def held(stage: StageGraphs, state: dict[str, Tensor]) -> tuple[int, int]:
     return found
 
 
-@pytest.mark.parametrize("recompute", ["none", "min_memory"])
 @pytest.mark.parametrize(
-    "build", [transformer("GPT-2"), transformer("Llama"), cnn], ids=["gpt2", "llama", "cnn"]
+    "build",
+    [partial(transformer, "GPT-2"), partial(transformer, "Llama"), cnn],
+    ids=["gpt2", "llama", "cnn"],
 )
-def test_predicted_bytes_are_in_use(
-    build: Callable[[str], tuple[StageGraphs, dict[str, Tensor]]], recompute: str
-) -> None:
-    stage, state = build(recompute)
-    after_forward, after_backward = held(stage, state)
-    assert after_forward == pytest.approx(stage.saved_bytes, rel=SHARE)
-    assert after_backward == pytest.approx(stage.saved_for_weight_bytes, rel=SHARE)
-    assert stage.saved_bytes > 0
+def test_predicted_bytes_are_in_use(build: Callable[[], Built]) -> None:
+    torch.manual_seed(0)
+    stages, state = build()
+    for recompute in ("none", "min_memory"):
+        stage = stages.split([recompute] * 3)[1]
+        after_forward, after_backward = held(stage, state)
+        assert after_forward == pytest.approx(stage.saved_bytes, rel=SHARE), recompute
+        assert after_backward == pytest.approx(stage.saved_for_weight_bytes, rel=SHARE), recompute
+        assert stage.saved_bytes > 0
