@@ -87,7 +87,7 @@ class Effort:
             lists // 2,
             max(15, int(40 * scale)),
             max(60, int(800 * scale * min(3, level))),
-            max(500, int(8_000 * scale * level)),
+            max(500, int(16_000 * scale * level)),
             12 if actions < 6000 else 5,
             max(200, min(1500, 400_000 // actions)) * level * (4 if holding and several else 1),
         )

@@ -6,27 +6,21 @@ Plain loops over flat arrays that numba compiles where it is installed (`zbcompi
 from __future__ import annotations
 
 from zbcompile.planner.core.compiled import Vector, jit
-from zbcompile.planner.core.kernel import evaluate_line, stays_legal
+from zbcompile.planner.core.kernel import evaluate_line
 from zbcompile.planner.core.tables import Tables
 from zbcompile.planner.improve.cells import (
     HIGH,
-    KEPT_LINE,
-    KEPT_NUMBER,
     KEPT_SCORE,
     KEPT_WORST,
     LINE,
     LOW,
-    MICROBATCHES,
-    NUMBER,
-    OWN,
-    OWN_AT,
     PLACES,
     POSITION,
     RANKS,
-    STAGES,
     STATE,
     TOUCHED,
 )
+from zbcompile.planner.improve.changed_rows import are_legal, forget, note_held, note_rows, undo
 from zbcompile.planner.improve.moves import (
     below,
     move_cause,
@@ -34,9 +28,8 @@ from zbcompile.planner.improve.moves import (
     move_many,
     move_one,
     random_bits,
-    touch,
 )
-from zbcompile.planner.improve.retime import keep, rebuild, renumber, restore, retime
+from zbcompile.planner.improve.retime import FAR, keep, rebuild, restore, retime
 
 __all__ = ["anneal"]
 
@@ -45,29 +38,6 @@ _KEPT = 256
 
 _WIDTH = 7
 """Most places by which the actions of a range of microbatches are moved."""
-
-
-@jit
-def _keep_block(cells: Vector, low: int, high: int, copies: int, rank: int) -> bool:
-    """Make what changed in one copy of a frozen block change in all copies.
-
-    The first of ``copies`` copies reaches from ``low`` to ``high``. Returns False if a block without a second
-    copy changed.
-    """
-    size = high - low
-    for copy in range(copies):
-        for k in range(low + copy * size, high + copy * size):
-            if cells[LINE, k] != cells[KEPT_LINE, k]:
-                if copies == 1:
-                    return False
-                touch(cells, rank, low, low + copies * size - 1)
-                for other in range(copies):
-                    if other != copy:
-                        for i in range(size):
-                            code = cells[LINE, low + copy * size + i]
-                            cells[LINE, low + other * size + i] = code
-                return True
-    return True
 
 
 @jit
@@ -97,45 +67,6 @@ def _change(cells: Vector, jumps: Vector) -> None:
 
 
 @jit
-def _is_legal(t: Tables, cells: Vector, offsets: Vector, counts: Vector, frozen_blocks: Vector) -> bool:
-    """Return whether the changed rows are legal and fit, and frozen blocks are as they must be."""
-    S = cells[STATE, STAGES]
-    for c in range(cells[STATE, TOUCHED]):
-        r = cells[STATE, TOUCHED + 1 + c]
-        low, high, copies = frozen_blocks[3 * r], frozen_blocks[3 * r + 1], frozen_blocks[3 * r + 2]
-        if copies > 0 and not _keep_block(cells, low, high, copies, r):
-            return False
-        if not stays_legal(t, offsets, cells[LINE], r, counts):
-            return False
-        if copies > 1:
-            for e in range(cells[OWN_AT, r], cells[OWN_AT, r + 1]):
-                s = cells[OWN, e]
-                if counts[s] != cells[STATE, MICROBATCHES] or counts[2 * S + s] != counts[S + s]:
-                    return False
-                if counts[S + s] + counts[3 * S + s] != cells[STATE, MICROBATCHES]:
-                    return False
-    return True
-
-
-@jit
-def _undo(cells: Vector) -> None:
-    """Take back the moves."""
-    for c in range(cells[STATE, TOUCHED]):
-        r = cells[STATE, TOUCHED + 1 + c]
-        for k in range(cells[LOW, r], cells[HIGH, r] + 1):
-            cells[LINE, k] = cells[KEPT_LINE, k]
-            cells[NUMBER, k] = cells[KEPT_NUMBER, k]
-
-
-@jit
-def _forget(cells: Vector) -> None:
-    """Note that nothing is changed."""
-    for c in range(cells[STATE, TOUCHED]):
-        cells[LOW, cells[STATE, TOUCHED + 1 + c]] = -1
-    cells[STATE, TOUCHED] = 0
-
-
-@jit
 def _settle(t: Tables, cells: Vector, offsets: Vector, scratch: Vector, ends: Vector, limits: Vector) -> None:
     """Make the line the order at hand, from nothing.
 
@@ -143,6 +74,7 @@ def _settle(t: Tables, cells: Vector, offsets: Vector, scratch: Vector, ends: Ve
     the whole clock.
     """
     rebuild(cells)
+    note_rows(t, cells)
     if t.has_steps:
         cells[STATE, KEPT_SCORE] = evaluate_line(t, offsets, cells[LINE], scratch, ends, limits)
         cells[STATE, KEPT_WORST] = scratch[3 * t.num_ranks]
@@ -164,7 +96,9 @@ def _try(
     """Change the order at hand; keep the change if its score is at most ``most``. Return whether it is."""
     _change(cells, jumps)
     kept = False
-    legal = cells[STATE, TOUCHED] > 0 and _is_legal(t, cells, offsets, counts, frozen_blocks)
+    rise = (most - cells[STATE, KEPT_SCORE]) // (100 * cells[STATE, RANKS])
+    limit = FAR if t.has_steps else cells[STATE, KEPT_WORST] + rise
+    legal = cells[STATE, TOUCHED] > 0 and are_legal(t, cells, offsets, counts, frozen_blocks, limit)
     if legal and t.has_steps:
         score = evaluate_line(t, offsets, cells[LINE], scratch, ends, limits)
         kept = 0 <= score <= most
@@ -174,18 +108,18 @@ def _try(
         begin, end = cells[STATE, PLACES], -1
         for c in range(cells[STATE, TOUCHED]):
             r = cells[STATE, TOUCHED + 1 + c]
-            renumber(cells, cells[LOW, r], cells[HIGH, r])
             begin = min(begin, cells[POSITION, cells[LOW, r]])
             end = max(end, cells[POSITION, cells[HIGH, r]])
-        score = retime(cells, begin, end, most)
+        score = retime(cells, begin, end, limit)
         kept = 0 <= score <= most
         if kept:
             keep(cells, begin, end, score)
+            note_held(cells)
         else:
             restore(cells, begin)
     if not kept:
-        _undo(cells)
-    _forget(cells)
+        undo(cells)
+    forget(cells)
     return kept
 
 

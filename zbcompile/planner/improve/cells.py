@@ -45,7 +45,11 @@ first and last place changed, -1 for none."""
 (BEFORE_AT, BEFORE, BEFORE_LAG, AFTER_AT, AFTER, AFTER_LAG) = range(31, 37)
 """What a group waits for, and what waits for it: groups and travel times in ns."""
 
-STATE = 37
+(HELD, KEPT_HELD, WAITING, KEPT_WAITING) = range(37, 41)
+"""Per place bytes that its rank holds before it, and how many B's of its stage wait for their W's (not for
+F's); as changed, and in the order at hand."""
+
+STATE = 41
 """Single numbers; the elements follow."""
 
 (RANDOM, TOUCHED) = range(2)
@@ -61,9 +65,9 @@ ends at another time than in the order at hand."""
 (RANKS, STAGES, MICROBATCHES, PLACES, IS_SPAN) = range(16, 21)
 """p, S, m, the number of actions, and 1 if the objective is the span, 0 if it is the makespan."""
 
-(ROOT, OTHERS_WORK) = range(21, 23)
-"""The rank of the only stage that waits for nothing, -1 if there are several; least work of all ranks but the
-root (makespan: but the busiest) in ns."""
+(ROOT, HAS_SETS) = range(21, 23)
+"""The rank of the only stage that waits for nothing, -1 if there are several; 1 if gradients that wait hold
+bytes."""
 
 _SIZE = 24
 
@@ -84,10 +88,7 @@ def lay_out(instance: Instance, codes: Codes, seed: int) -> Vector:
             after[other].append((group, lag))
     roots = [s for s in range(S) if not before[s]]
     root = instance.rank_of[roots[0]] if len(roots) == 1 else -1
-    relaxed = instance.relaxed()
-    work = [relaxed.work(r) for r in range(p)]
-    is_span = int(instance.objective == "span")
-    others = sum(work) - (max(work) if not is_span else work[root])
+    is_span, has_sets = int(instance.objective == "span"), int(any(instance.memory.set_bytes))
     parts: dict[int, Sequence[int]] = {
         LINE: line,
         RANK_AT: [r for r, row in enumerate(codes) for _ in row],
@@ -100,7 +101,7 @@ def lay_out(instance: Instance, codes: Codes, seed: int) -> Vector:
         LENGTH: (*instance.forward, *instance.backward, *instance.weight, *instance.fused),
         OWN_AT: [0, *accumulate(map(len, instance.stages_of))],
         OWN: [s for stages in instance.stages_of for s in stages],
-        STATE: [seed, *[0] * (RANKS - 1), p, S, m, len(line), is_span, root, others],
+        STATE: [seed, *[0] * (RANKS - 1), p, S, m, len(line), is_span, root, has_sets],
     }
     for begin, rows in ((BEFORE_AT, before), (AFTER_AT, after)):
         parts[begin] = [0, *accumulate(map(len, rows))]

@@ -2,7 +2,7 @@
 
 The order at hand is kept with a topological order of its actions. A change concerns a window of it. Before
 the window nothing changes. The window is timed anew. What follows it is known as the longest way from each of
-its actions to the end that counts: so the window alone gives a lower bound on the new score, by which most
+its actions to the end that counts: so the window alone bounds the new objective from below, by which most
 changes are dropped. Where a change has no effect behind the window, nothing there is timed; nor before it,
 where latest starts stay as they are. The scores are those of `zbcompile.planner.core.kernel.evaluate_line`.
 
@@ -43,7 +43,6 @@ from zbcompile.planner.improve.cells import (
     NEXT,
     NUMBER,
     ORDER,
-    OTHERS_WORK,
     PLACE_OF,
     PLACES,
     POSITION,
@@ -61,27 +60,10 @@ from zbcompile.planner.improve.cells import (
     WORST,
 )
 
-__all__ = ["keep", "rebuild", "renumber", "restore", "retime"]
+__all__ = ["FAR", "kept_slot", "latest_at", "keep", "rebuild", "restore", "retime"]
 
-_FAR = 1 << 60
-
-
-@jit
-def renumber(cells: Vector, low: int, high: int) -> None:
-    """Number the actions at the places ``low`` to ``high`` of one row by their order.
-
-    They are those of the order at hand, in another order.
-    """
-    for k in range(low, high + 1):
-        cells[SPARE, cells[GROUP, cells[KEPT_LINE, k]]] = -1
-    for k in range(low, high + 1):
-        group = cells[GROUP, cells[KEPT_LINE, k]]
-        if cells[SPARE, group] < 0:
-            cells[SPARE, group] = cells[KEPT_NUMBER, k]
-    for k in range(low, high + 1):
-        group = cells[GROUP, cells[LINE, k]]
-        cells[NUMBER, k] = cells[SPARE, group]
-        cells[SPARE, group] += 1
+FAR = 1 << 60
+"""Behind every end."""
 
 
 @jit
@@ -92,7 +74,7 @@ def _slot(cells: Vector, place: int) -> int:
 
 
 @jit
-def _kept_slot(cells: Vector, place: int) -> int:
+def kept_slot(cells: Vector, place: int) -> int:
     """Return the slot of the action at a place of the order at hand."""
     slot: int = cells[GROUP, cells[KEPT_LINE, place]] * cells[STATE, MICROBATCHES] + cells[KEPT_NUMBER, place]
     return slot
@@ -122,16 +104,16 @@ def _row_end(cells: Vector, values: int, rank: int) -> int:
     if values == LATE and cells[ROW, rank] < cells[ROW, rank + 1]:
         end = cells[ENDS, _slot(cells, cells[ROW, rank + 1] - 1)]
     elif values == TAIL and cells[STATE, IS_SPAN] == 1 and rank != cells[STATE, ROOT]:
-        end = _FAR
+        end = FAR
     return end
 
 
 @jit
-def _latest_at(cells: Vector, values: int, rank: int, place: int) -> int:
+def latest_at(cells: Vector, values: int, rank: int, place: int) -> int:
     """Return by when the rank has to be free for a place, by `LATE` or `TAIL` of the order at hand."""
     latest: int = _row_end(cells, values, rank)
     if place < cells[ROW, rank + 1]:
-        latest = cells[values + 1, _kept_slot(cells, place)]
+        latest = cells[values + 1, kept_slot(cells, place)]
     return latest
 
 
@@ -143,7 +125,7 @@ def _open(cells: Vector, begin: int, end: int) -> None:
         cells[FIRST, r] = first
         cells[NEXT, r] = first
         cells[STOP, r] = _place_from(cells, r, end + 1)
-        cells[CLOCK, r] = cells[KEPT_ENDS, _kept_slot(cells, first - 1)] if first > cells[ROW, r] else 0
+        cells[CLOCK, r] = cells[KEPT_ENDS, kept_slot(cells, first - 1)] if first > cells[ROW, r] else 0
         for k in range(first, cells[STOP, r]):
             cells[ENDS, _slot(cells, k)] = -1
 
@@ -204,8 +186,8 @@ def _sweep(cells: Vector, end: int, limit: int) -> int:
             left -= k - begin
             cells[NEXT, r] = k
             cells[CLOCK, r] = now
-            if k == stop and now != cells[KEPT_ENDS, _kept_slot(cells, k - 1)]:
-                if now - _latest_at(cells, TAIL, r, k) > limit:
+            if k == stop and now != cells[KEPT_ENDS, kept_slot(cells, k - 1)]:
+                if now - latest_at(cells, TAIL, r, k) > limit:
                     return -2
                 if k < cells[ROW, r + 1]:
                     far = max(far, cells[POSITION, k])
@@ -252,7 +234,7 @@ def _look_back(cells: Vector, values: int, begin: int, end: int, top: int) -> in
     size = cells[STATE, PLACES]
     for r in range(cells[STATE, RANKS]):
         place = cells[STOP, r] if top < size - 1 else cells[ROW, r + 1]
-        cells[LATEST, r] = _latest_at(cells, values, r, place)
+        cells[LATEST, r] = latest_at(cells, values, r, place)
     near, t = size, top + 1
     while t > begin or near < t:
         t -= 1
@@ -271,7 +253,7 @@ def _look_back(cells: Vector, values: int, begin: int, end: int, top: int) -> in
                 position = cells[POSITION, cells[PLACE_OF, cells[BEFORE, e] * m + i]]
                 if position < begin:
                     near = min(near, position)
-        if cells[ROW, r] < k <= cells[FIRST, r] and now != cells[kept, _kept_slot(cells, k)]:
+        if cells[ROW, r] < k <= cells[FIRST, r] and now != cells[kept, kept_slot(cells, k)]:
             near = min(near, cells[POSITION, k - 1])
     return t
 
@@ -292,17 +274,18 @@ def _score(cells: Vector) -> int:
 
 
 @jit
-def retime(cells: Vector, begin: int, end: int, most: int) -> int:
-    """Return the score of the changed order, -1 if it deadlocks, -2 if its score is above ``most``.
+def retime(cells: Vector, begin: int, end: int, limit: int) -> int:
+    """Return the score of the changed order, -1 if it deadlocks, or -2.
 
-    All changes lie within the positions ``begin`` to ``end`` of the order at hand.
+    -2 is returned only if the objective is above ``limit``, but not always then. All changes lie within the
+    positions ``begin`` to ``end`` of the order at hand.
     """
     cells[STATE, TIMED_TO] = end
     cells[STATE, LATE_FROM] = 0
     cells[STATE, LATE_TO] = -1
     cells[STATE, ROWS_DIFFER] = 0
     _open(cells, begin, end)
-    far: int = _sweep(cells, end, (most - cells[STATE, OTHERS_WORK]) // (100 * cells[STATE, RANKS] + 1))
+    far: int = _sweep(cells, end, limit)
     if far < 0:
         return far
     _follow(cells, end, far)
@@ -317,7 +300,7 @@ def retime(cells: Vector, begin: int, end: int, most: int) -> int:
 def _copy(cells: Vector, target: int, source: int, begin: int, end: int) -> None:
     """Copy what is noted per slot for the positions ``begin`` to ``end`` of the order at hand."""
     for t in range(begin, end + 1):
-        slot = _kept_slot(cells, cells[ORDER, t])
+        slot = kept_slot(cells, cells[ORDER, t])
         cells[target, slot] = cells[source, slot]
 
 
@@ -370,7 +353,7 @@ def rebuild(cells: Vector) -> int:
             cells[ENDS, _slot(cells, k)] = -1
             cells[PLACE_OF, _slot(cells, k)] = k
             cells[POSITION, k] = 0
-    if _sweep(cells, size, _FAR) < 0:
+    if _sweep(cells, size, FAR) < 0:
         return -1
     cells[STATE, TIMED_TO] = size - 1
     cells[STATE, LATE_FROM] = 0
