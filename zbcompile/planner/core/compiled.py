@@ -143,7 +143,9 @@ class _Kernel:
         """Yield what compiled code depends on: code and constants of this kernel and all that it calls."""
         code, known = self.function.__code__, self.function.__globals__
         yield code.co_code, code.co_consts, code.co_names
-        yield [known[name] for name in code.co_names if isinstance(known.get(name), (int, float))]
+        modules = [vars(known[n]) for n in code.co_names if isinstance(known.get(n), types.ModuleType)]
+        for names in (known, *modules):
+            yield [names[name] for name in code.co_names if isinstance(names.get(name), (int, float))]
         for _, kernel in sorted(self.called().items()):
             yield from kernel.sources()
 

@@ -8,18 +8,7 @@ from __future__ import annotations
 from zbcompile.planner.core.compiled import Vector, jit
 from zbcompile.planner.core.kernel import evaluate_line
 from zbcompile.planner.core.tables import Tables
-from zbcompile.planner.improve.cells import (
-    HIGH,
-    KEPT_SCORE,
-    KEPT_WORST,
-    LINE,
-    LOW,
-    PLACES,
-    POSITION,
-    RANKS,
-    STATE,
-    TOUCHED,
-)
+from zbcompile.planner.improve import cells as at
 from zbcompile.planner.improve.changed_rows import are_legal, forget, note_held, note_rows, undo
 from zbcompile.planner.improve.moves import (
     below,
@@ -54,7 +43,7 @@ def _change(cells: Vector, jumps: Vector) -> None:
     for _ in range(moves):
         dice = random_bits(cells) & 127
         if rank < 0 or dice & 1:
-            rank = below(cells, cells[STATE, RANKS])
+            rank = below(cells, cells[at.STATE, at.RANKS])
         dice >>= 1
         if dice < 3:
             rank = move_into_gap(cells, rank)
@@ -76,8 +65,8 @@ def _settle(t: Tables, cells: Vector, offsets: Vector, scratch: Vector, ends: Ve
     rebuild(cells)
     note_rows(t, cells)
     if t.has_steps:
-        cells[STATE, KEPT_SCORE] = evaluate_line(t, offsets, cells[LINE], scratch, ends, limits)
-        cells[STATE, KEPT_WORST] = scratch[3 * t.num_ranks]
+        cells[at.STATE, at.KEPT_SCORE] = evaluate_line(t, offsets, cells[at.LINE], scratch, ends, limits)
+        cells[at.STATE, at.KEPT_WORST] = scratch[3 * t.num_ranks]
 
 
 @jit
@@ -96,27 +85,22 @@ def _try(
     """Change the order at hand; keep the change if its score is at most ``most``. Return whether it is."""
     _change(cells, jumps)
     kept = False
-    rise = (most - cells[STATE, KEPT_SCORE]) // (100 * cells[STATE, RANKS])
-    limit = FAR if t.has_steps else cells[STATE, KEPT_WORST] + rise
-    legal = cells[STATE, TOUCHED] > 0 and are_legal(t, cells, offsets, counts, frozen_blocks, limit)
+    rise = (most - cells[at.STATE, at.KEPT_SCORE]) // (100 * cells[at.STATE, at.RANKS])
+    limit = FAR if t.has_steps else cells[at.STATE, at.KEPT_WORST] + rise
+    legal = cells[at.STATE, at.TOUCHED] > 0 and are_legal(t, cells, offsets, counts, frozen_blocks, limit)
     if legal and t.has_steps:
-        score = evaluate_line(t, offsets, cells[LINE], scratch, ends, limits)
+        score = evaluate_line(t, offsets, cells[at.LINE], scratch, ends, limits)
         kept = 0 <= score <= most
         if kept:
             _settle(t, cells, offsets, scratch, ends, limits)
     elif legal:
-        begin, end = cells[STATE, PLACES], -1
-        for c in range(cells[STATE, TOUCHED]):
-            r = cells[STATE, TOUCHED + 1 + c]
-            begin = min(begin, cells[POSITION, cells[LOW, r]])
-            end = max(end, cells[POSITION, cells[HIGH, r]])
-        score = retime(cells, begin, end, limit)
+        score = retime(cells)
         kept = 0 <= score <= most
         if kept:
-            keep(cells, begin, end, score)
+            keep(cells, score)
             note_held(cells)
         else:
-            restore(cells, begin)
+            restore(cells)
     if not kept:
         undo(cells)
     forget(cells)
@@ -179,28 +163,28 @@ def anneal(
     """
     if first == 0:
         _settle(t, cells, offsets, scratch, ends, limits)
-        scores[4] = scores[0] = cells[STATE, KEPT_SCORE]
-        scores[1] = cells[STATE, KEPT_WORST]
+        scores[4] = scores[0] = cells[at.STATE, at.KEPT_SCORE]
+        scores[1] = cells[at.STATE, at.KEPT_WORST]
     for n in range(first, last):
         if scores[1] <= goal:
             return n
         left = 1.0 - n / total
-        most = cells[STATE, KEPT_SCORE] + int(
+        most = cells[at.STATE, at.KEPT_SCORE] + int(
             heat * scores[4] * left * left * exponential[random_bits(cells) & 4095]
         )
         if _try(t, cells, offsets, jumps, counts, frozen_blocks, most, scratch, ends, limits):
             scores[3] += 1
-            score, worst = cells[STATE, KEPT_SCORE], cells[STATE, KEPT_WORST]
+            score, worst = cells[at.STATE, at.KEPT_SCORE], cells[at.STATE, at.KEPT_WORST]
             if worst < scores[1] or (worst == scores[1] and score < scores[0]):
                 scores[0] = score
                 scores[1] = worst
                 scores[2] = n
-                for k in range(cells[STATE, PLACES]):
-                    best[k] = cells[LINE, k]
+                for k in range(cells[at.STATE, at.PLACES]):
+                    best[k] = cells[at.LINE, k]
         if n - scores[2] > total // 6:
             scores[2] = n
-            for k in range(cells[STATE, PLACES]):
-                cells[LINE, k] = best[k]
+            for k in range(cells[at.STATE, at.PLACES]):
+                cells[at.LINE, k] = best[k]
             _settle(t, cells, offsets, scratch, ends, limits)
         elif scores[3] >= _KEPT:
             scores[3] = 0

@@ -58,18 +58,18 @@ STATE = 41
 (WORST, KEPT_WORST, KEPT_SCORE) = range(9, 12)
 """Objective of the changed order, of the order at hand, and the latter's score."""
 
-(TIMED_TO, LATE_FROM, LATE_TO, ROWS_DIFFER) = range(12, 16)
-"""Last position whose end was timed anew; first and last position whose latest start was; whether some rank
-ends at another time than in the order at hand."""
+(BEGIN, END, TIMED_TO, LATE_FROM, LATE_TO, ROWS_DIFFER) = range(12, 18)
+"""First and last position of the window; last position whose end was timed anew; first and last position
+whose latest start was; whether some rank ends at another time than in the order at hand."""
 
-(RANKS, STAGES, MICROBATCHES, PLACES, IS_SPAN) = range(16, 21)
+(RANKS, STAGES, MICROBATCHES, PLACES, IS_SPAN) = range(18, 23)
 """p, S, m, the number of actions, and 1 if the objective is the span, 0 if it is the makespan."""
 
-(ROOT, HAS_SETS) = range(21, 23)
+(ROOT, HAS_SETS) = range(23, 25)
 """The rank of the only stage that waits for nothing, -1 if there are several; 1 if gradients that wait hold
 bytes."""
 
-_SIZE = 24
+_SIZE = 26
 
 
 def lay_out(instance: Instance, codes: Codes, seed: int) -> Vector:

@@ -8,43 +8,9 @@ from __future__ import annotations
 from zbcompile.planner.core.compiled import Vector, jit
 from zbcompile.planner.core.kernel import stays_legal
 from zbcompile.planner.core.tables import Tables
-from zbcompile.planner.improve.cells import (
-    AFTER,
-    AFTER_AT,
-    AFTER_LAG,
-    BEFORE,
-    BEFORE_AT,
-    BEFORE_LAG,
-    ENDS,
-    GROUP,
-    HAS_SETS,
-    HELD,
-    HIGH,
-    KEPT_ENDS,
-    KEPT_HELD,
-    KEPT_LINE,
-    KEPT_NUMBER,
-    KEPT_TAIL,
-    KEPT_WAITING,
-    KIND,
-    LENGTH,
-    LINE,
-    LOW,
-    MICROBATCHES,
-    NUMBER,
-    OWN,
-    OWN_AT,
-    ROW,
-    SPARE,
-    STAGE,
-    STAGES,
-    STATE,
-    TAIL,
-    TOUCHED,
-    WAITING,
-)
+from zbcompile.planner.improve import cells as at
 from zbcompile.planner.improve.moves import touch
-from zbcompile.planner.improve.retime import FAR, kept_slot, latest_at
+from zbcompile.planner.improve.retime import FAR, end_before, kept_slot, latest_at
 
 __all__ = ["are_legal", "fits", "forget", "note_held", "note_rows", "undo"]
 
@@ -58,53 +24,52 @@ def fits(t: Tables, cells: Vector, rank: int, limit: int) -> bool:
     dropped. The whole clock would drop it too but for one in thousands, and it takes many times as long.
     Most deadlocks are found this way.
     """
-    S, m = cells[STATE, STAGES], cells[STATE, MICROBATCHES]
-    low, high = cells[LOW, rank], cells[HIGH, rank]
-    for e in range(cells[OWN_AT, rank], cells[OWN_AT, rank + 1]):
+    S, m = cells[at.STATE, at.STAGES], cells[at.STATE, at.MICROBATCHES]
+    low, high = cells[at.LOW, rank], cells[at.HIGH, rank]
+    for e in range(cells[at.OWN_AT, rank], cells[at.OWN_AT, rank + 1]):
         for kind in range(4):
-            cells[SPARE, kind * S + cells[OWN, e]] = -1
+            cells[at.SPARE, kind * S + cells[at.OWN, e]] = -1
     for k in range(low, high + 1):
-        code = cells[KEPT_LINE, k]
-        group, waits = cells[GROUP, code], 3 * S + cells[STAGE, code]
-        if cells[SPARE, group] < 0:
-            cells[SPARE, group] = cells[KEPT_NUMBER, k]
-        if group >= S and cells[SPARE, waits] < 0:
-            cells[SPARE, waits] = cells[KEPT_WAITING, k]
-    held = cells[KEPT_HELD, low]
-    now = cells[KEPT_ENDS, kept_slot(cells, low - 1)] if low > cells[ROW, rank] else 0
+        code = cells[at.KEPT_LINE, k]
+        group, waits = cells[at.GROUP, code], 3 * S + cells[at.STAGE, code]
+        if cells[at.SPARE, group] < 0:
+            cells[at.SPARE, group] = cells[at.KEPT_NUMBER, k]
+        if group >= S and cells[at.SPARE, waits] < 0:
+            cells[at.SPARE, waits] = cells[at.KEPT_WAITING, k]
+    held, now = cells[at.KEPT_HELD, low], end_before(cells, rank, low)
     for k in range(low, high + 1):
-        code = cells[LINE, k]
-        kind, s, group = cells[KIND, code], cells[STAGE, code], cells[GROUP, code]
-        i, waiting = cells[SPARE, group], cells[SPARE, 3 * S + s]
+        code = cells[at.LINE, k]
+        kind, s, group = cells[at.KIND, code], cells[at.STAGE, code], cells[at.GROUP, code]
+        i, waiting = cells[at.SPARE, group], cells[at.SPARE, 3 * S + s]
         if held + t.peak[code] > t.headroom[rank] or (kind == 2 and waiting == 0):
             return False
-        if kind % 2 == 1 and 0 <= cells[SPARE, s] <= i:
+        if kind % 2 == 1 and 0 <= cells[at.SPARE, s] <= i:
             return False
-        cells[NUMBER, k], cells[HELD, k], cells[WAITING, k] = i, held, waiting
-        cells[SPARE, group] = i + 1
+        cells[at.NUMBER, k], cells[at.HELD, k], cells[at.WAITING, k] = i, held, waiting
+        cells[at.SPARE, group] = i + 1
         held += t.memory[code]
         if kind == 1:
-            cells[SPARE, 3 * S + s] = waiting + 1
+            cells[at.SPARE, 3 * S + s] = waiting + 1
         elif kind == 2:
-            cells[SPARE, 3 * S + s] = waiting - 1
-        for e in range(cells[BEFORE_AT, group], cells[BEFORE_AT, group + 1]):
-            now = max(now, cells[ENDS, cells[BEFORE, e] * m + i] + cells[BEFORE_LAG, e])
-        now += cells[LENGTH, code]
-        cells[ENDS, group * m + i] = now
-        for e in range(cells[AFTER_AT, group], cells[AFTER_AT, group + 1]):
-            if now + cells[AFTER_LAG, e] - cells[KEPT_TAIL, cells[AFTER, e] * m + i] > limit:
+            cells[at.SPARE, 3 * S + s] = waiting - 1
+        for e in range(cells[at.BEFORE_AT, group], cells[at.BEFORE_AT, group + 1]):
+            now = max(now, cells[at.ENDS, cells[at.BEFORE, e] * m + i] + cells[at.BEFORE_LAG, e])
+        now += cells[at.LENGTH, code]
+        cells[at.ENDS, group * m + i] = now
+        for e in range(cells[at.AFTER_AT, group], cells[at.AFTER_AT, group + 1]):
+            if now + cells[at.AFTER_LAG, e] - cells[at.KEPT_TAIL, cells[at.AFTER, e] * m + i] > limit:
                 return False
-    return bool(now - latest_at(cells, TAIL, rank, high + 1) <= limit)
+    return bool(now - latest_at(cells, at.TAIL, rank, high + 1) <= limit)
 
 
 @jit
 def _same_actions(cells: Vector, rank: int) -> bool:
     """Return whether the changed places have the actions that they had, which `fits` has numbered."""
-    for back in range(cells[HIGH, rank] + 1 - cells[LOW, rank]):
-        k = cells[HIGH, rank] - back
-        group = cells[GROUP, cells[KEPT_LINE, k]]
-        cells[SPARE, group] -= 1
-        if cells[SPARE, group] != cells[KEPT_NUMBER, k]:
+    for back in range(cells[at.HIGH, rank] + 1 - cells[at.LOW, rank]):
+        k = cells[at.HIGH, rank] - back
+        group = cells[at.GROUP, cells[at.KEPT_LINE, k]]
+        cells[at.SPARE, group] -= 1
+        if cells[at.SPARE, group] != cells[at.KEPT_NUMBER, k]:
             return False
     return True
 
@@ -119,15 +84,15 @@ def _keep_block(cells: Vector, low: int, high: int, copies: int, rank: int) -> b
     size = high - low
     for copy in range(copies):
         for k in range(low + copy * size, high + copy * size):
-            if cells[LINE, k] != cells[KEPT_LINE, k]:
+            if cells[at.LINE, k] != cells[at.KEPT_LINE, k]:
                 if copies == 1:
                     return False
                 touch(cells, rank, low, low + copies * size - 1)
                 for other in range(copies):
                     if other != copy:
                         for i in range(size):
-                            code = cells[LINE, low + copy * size + i]
-                            cells[LINE, low + other * size + i] = code
+                            code = cells[at.LINE, low + copy * size + i]
+                            cells[at.LINE, low + other * size + i] = code
                 return True
     return True
 
@@ -140,14 +105,14 @@ def are_legal(
 
     The end that counts may not lie behind ``limit``, as far as each changed row says.
     """
-    for c in range(cells[STATE, TOUCHED]):
-        r = cells[STATE, TOUCHED + 1 + c]
+    for c in range(cells[at.STATE, at.TOUCHED]):
+        r = cells[at.STATE, at.TOUCHED + 1 + c]
         low, high, copies = frozen_blocks[3 * r], frozen_blocks[3 * r + 1], frozen_blocks[3 * r + 2]
         if copies > 0 and not _keep_block(cells, low, high, copies, r):
             return False
         if not fits(t, cells, r, limit) or (copies > 1 and not _same_actions(cells, r)):
             return False
-        if cells[STATE, HAS_SETS] == 1 and not stays_legal(t, offsets, cells[LINE], r, counts):
+        if cells[at.STATE, at.HAS_SETS] == 1 and not stays_legal(t, offsets, cells[at.LINE], r, counts):
             return False
     return True
 
@@ -155,30 +120,30 @@ def are_legal(
 @jit
 def note_held(cells: Vector) -> None:
     """Make what `fits` counted in the changed rows what is known of the order at hand."""
-    for c in range(cells[STATE, TOUCHED]):
-        r = cells[STATE, TOUCHED + 1 + c]
-        for k in range(cells[LOW, r], cells[HIGH, r] + 1):
-            cells[KEPT_HELD, k] = cells[HELD, k]
-            cells[KEPT_WAITING, k] = cells[WAITING, k]
+    for c in range(cells[at.STATE, at.TOUCHED]):
+        r = cells[at.STATE, at.TOUCHED + 1 + c]
+        for k in range(cells[at.LOW, r], cells[at.HIGH, r] + 1):
+            cells[at.KEPT_HELD, k] = cells[at.HELD, k]
+            cells[at.KEPT_WAITING, k] = cells[at.WAITING, k]
 
 
 @jit
 def undo(cells: Vector) -> None:
     """Take back the moves."""
-    for c in range(cells[STATE, TOUCHED]):
-        r = cells[STATE, TOUCHED + 1 + c]
-        for k in range(cells[LOW, r], cells[HIGH, r] + 1):
-            cells[LINE, k], cells[NUMBER, k] = cells[KEPT_LINE, k], cells[KEPT_NUMBER, k]
+    for c in range(cells[at.STATE, at.TOUCHED]):
+        r = cells[at.STATE, at.TOUCHED + 1 + c]
+        for k in range(cells[at.LOW, r], cells[at.HIGH, r] + 1):
+            cells[at.LINE, k], cells[at.NUMBER, k] = cells[at.KEPT_LINE, k], cells[at.KEPT_NUMBER, k]
             slot = kept_slot(cells, k)
-            cells[ENDS, slot] = cells[KEPT_ENDS, slot]
+            cells[at.ENDS, slot] = cells[at.KEPT_ENDS, slot]
 
 
 @jit
 def forget(cells: Vector) -> None:
     """Note that nothing is changed."""
-    for c in range(cells[STATE, TOUCHED]):
-        cells[LOW, cells[STATE, TOUCHED + 1 + c]] = -1
-    cells[STATE, TOUCHED] = 0
+    for c in range(cells[at.STATE, at.TOUCHED]):
+        cells[at.LOW, cells[at.STATE, at.TOUCHED + 1 + c]] = -1
+    cells[at.STATE, at.TOUCHED] = 0
 
 
 @jit
@@ -186,10 +151,10 @@ def note_rows(t: Tables, cells: Vector) -> None:
     """Count along every row of an order that `rebuild` has just made the one at hand."""
     forget(cells)
     for r in range(t.num_ranks):
-        begin, end = cells[ROW, r], cells[ROW, r + 1]
+        begin, end = cells[at.ROW, r], cells[at.ROW, r + 1]
         for k in range(begin, end):
-            cells[KEPT_HELD, k] = 0
-            cells[KEPT_WAITING, k] = 0
+            cells[at.KEPT_HELD, k] = 0
+            cells[at.KEPT_WAITING, k] = 0
         if begin < end:
             touch(cells, r, begin, end - 1)
             fits(t, cells, r, FAR)

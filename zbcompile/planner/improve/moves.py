@@ -7,30 +7,7 @@ Compiled by numba where it is installed, as `zbcompile.planner.core.kernel` is.
 from __future__ import annotations
 
 from zbcompile.planner.core.compiled import Vector, jit
-from zbcompile.planner.improve.cells import (
-    BEFORE,
-    BEFORE_AT,
-    GAPS,
-    GROUP,
-    HIGH,
-    KEPT_LINE,
-    KEPT_NUMBER,
-    KIND,
-    LINE,
-    LOW,
-    MICROBATCHES,
-    NUMBER,
-    OWN,
-    OWN_AT,
-    PLACE_OF,
-    RANDOM,
-    RANK_AT,
-    ROW,
-    STAGE,
-    STAGES,
-    STATE,
-    TOUCHED,
-)
+from zbcompile.planner.improve import cells as at
 
 __all__ = ["below", "move_cause", "move_into_gap", "move_many", "move_one", "random_bits", "touch"]
 
@@ -41,11 +18,11 @@ _ROUNDS = 64
 @jit
 def random_bits(cells: Vector) -> int:
     """Return the next number of a 32-bit xorshift sequence in `STATE`."""
-    x: int = cells[STATE, RANDOM]
+    x: int = cells[at.STATE, at.RANDOM]
     x ^= (x << 13) & 0xFFFFFFFF
     x ^= x >> 17
     x ^= (x << 5) & 0xFFFFFFFF
-    cells[STATE, RANDOM] = x
+    cells[at.STATE, at.RANDOM] = x
     return x
 
 
@@ -59,31 +36,31 @@ def below(cells: Vector, count: int) -> int:
 @jit
 def touch(cells: Vector, rank: int, low: int, high: int) -> None:
     """Note that places of a rank's row were changed; the first time, note the rank."""
-    if cells[LOW, rank] < 0:
-        cells[LOW, rank] = low
-        cells[HIGH, rank] = high
-        cells[STATE, TOUCHED] += 1
-        cells[STATE, TOUCHED + cells[STATE, TOUCHED]] = rank
+    if cells[at.LOW, rank] < 0:
+        cells[at.LOW, rank] = low
+        cells[at.HIGH, rank] = high
+        cells[at.STATE, at.TOUCHED] += 1
+        cells[at.STATE, at.TOUCHED + cells[at.STATE, at.TOUCHED]] = rank
     else:
-        cells[LOW, rank] = min(low, cells[LOW, rank])
-        cells[HIGH, rank] = max(high, cells[HIGH, rank])
+        cells[at.LOW, rank] = min(low, cells[at.LOW, rank])
+        cells[at.HIGH, rank] = max(high, cells[at.HIGH, rank])
 
 
 @jit
 def _shift(cells: Vector, a: int, b: int) -> bool:
     """Take the action at place a to place b of the same row. Return False if nothing changes."""
-    code = cells[LINE, a]
+    code = cells[at.LINE, a]
     changed = False
     step = 1 if b > a else -1
     low, high = min(a, b), max(a, b)
     while a != b:
-        if cells[LINE, a + step] != code:
+        if cells[at.LINE, a + step] != code:
             changed = True
-        cells[LINE, a] = cells[LINE, a + step]
+        cells[at.LINE, a] = cells[at.LINE, a + step]
         a += step
-    cells[LINE, b] = code
+    cells[at.LINE, b] = code
     if changed:
-        touch(cells, cells[RANK_AT, b], low, high)
+        touch(cells, cells[at.RANK_AT, b], low, high)
     return changed
 
 
@@ -93,25 +70,25 @@ def _slide(cells: Vector, a: int, by: int) -> int:
 
     Returns its new place.
     """
-    rank = cells[RANK_AT, a]
-    code, own = cells[LINE, a], cells[NUMBER, a]
-    stage, kind = cells[STAGE, code], cells[KIND, code]
+    rank = cells[at.RANK_AT, a]
+    code, own = cells[at.LINE, a], cells[at.NUMBER, a]
+    stage, kind = cells[at.STAGE, code], cells[at.KIND, code]
     step = 1 if by > 0 else -1
-    last = min(max(a + by, cells[ROW, rank]), cells[ROW, rank + 1] - 1)
+    last = min(max(a + by, cells[at.ROW, rank]), cells[at.ROW, rank + 1] - 1)
     b = a
     while b != last:
-        other = cells[LINE, b + step]
+        other = cells[at.LINE, b + step]
         if other == code:
             break
-        if cells[STAGE, other] == stage and cells[NUMBER, b + step] == own:
-            near = (cells[KIND, other] - kind) * step
+        if cells[at.STAGE, other] == stage and cells[at.NUMBER, b + step] == own:
+            near = (cells[at.KIND, other] - kind) * step
             if near == 1 or (kind == 3 and near != 0) or (near == 3 and kind == 0):
                 break
-        cells[LINE, b] = other
-        cells[NUMBER, b] = cells[NUMBER, b + step]
+        cells[at.LINE, b] = other
+        cells[at.NUMBER, b] = cells[at.NUMBER, b + step]
         b += step
-    cells[LINE, b] = code
-    cells[NUMBER, b] = own
+    cells[at.LINE, b] = code
+    cells[at.NUMBER, b] = own
     if b != a:
         touch(cells, rank, min(a, b), max(a, b))
     return b
@@ -120,10 +97,10 @@ def _slide(cells: Vector, a: int, by: int) -> int:
 @jit
 def _gap(cells: Vector, rank: int) -> int:
     """Return a random place of the rank's row that is waited at, or -1."""
-    begin, end = cells[ROW, rank], cells[ROW, rank + 1]
+    begin, end = cells[at.ROW, rank], cells[at.ROW, rank + 1]
     a: int = begin + below(cells, end - begin)
     for _ in range(end - begin):
-        if cells[GAPS, a] > 0:
+        if cells[at.GAPS, a] > 0:
             return a
         a = a + 1 if a + 1 < end else begin
     return -1
@@ -132,17 +109,17 @@ def _gap(cells: Vector, rank: int) -> int:
 @jit
 def move_into_gap(cells: Vector, rank: int) -> int:
     """Where the rank waits for a message, run the next action of some other kind or stage first."""
-    S = cells[STATE, STAGES]
+    S = cells[at.STATE, at.STAGES]
     a = _gap(cells, rank)
     if a < 0:
         return -1
-    pick = below(cells, 3 * (cells[OWN_AT, rank + 1] - cells[OWN_AT, rank]))
-    kind, s = pick % 3, cells[OWN, cells[OWN_AT, rank] + pick // 3]
+    pick = below(cells, 3 * (cells[at.OWN_AT, rank + 1] - cells[at.OWN_AT, rank]))
+    kind, s = pick % 3, cells[at.OWN, cells[at.OWN_AT, rank] + pick // 3]
     wanted = kind * S + s
-    if cells[LINE, a] == wanted:
+    if cells[at.LINE, a] == wanted:
         return -1
-    for b in range(a + 1, cells[ROW, rank + 1]):
-        code = cells[LINE, b]
+    for b in range(a + 1, cells[at.ROW, rank + 1]):
+        code = cells[at.LINE, b]
         if code == wanted or (kind == 1 and code == 3 * S + s):
             return rank if _shift(cells, b, a) else -1
     return -1
@@ -159,25 +136,25 @@ def move_cause(cells: Vector, rank: int, jumps: Vector) -> int:
     -----
     The neighbourhood of critical blocks in job shops (Nowicki and Smutnicki, Management Science 42, 1996).
     """
-    m = cells[STATE, MICROBATCHES]
+    m = cells[at.STATE, at.MICROBATCHES]
     a = _gap(cells, rank)
     if a < 0:
         return -1
     for _ in range(_ROUNDS):
-        group = cells[GROUP, cells[KEPT_LINE, a]]
+        group = cells[at.GROUP, cells[at.KEPT_LINE, a]]
         if group < 0:
             return -1
-        first = cells[BEFORE_AT, group]
-        count = cells[BEFORE_AT, group + 1] - first
+        first = cells[at.BEFORE_AT, group]
+        count = cells[at.BEFORE_AT, group + 1] - first
         if count == 0:
             return -1
-        source = cells[BEFORE, first + (below(cells, count) if count > 1 else 0)]
-        a = cells[PLACE_OF, source * m + cells[KEPT_NUMBER, a]]
-        if cells[GAPS, a] <= 0:
+        source = cells[at.BEFORE, first + (below(cells, count) if count > 1 else 0)]
+        a = cells[at.PLACE_OF, source * m + cells[at.KEPT_NUMBER, a]]
+        if cells[at.GAPS, a] <= 0:
             break
-    rank = cells[RANK_AT, a]
-    begin, block = cells[ROW, rank], 0
-    while a - block > begin and cells[GAPS, a - block] <= 0:
+    rank = cells[at.RANK_AT, a]
+    begin, block = cells[at.ROW, rank], 0
+    while a - block > begin and cells[at.GAPS, a - block] <= 0:
         block += 1
     if block == 0:
         return -1
@@ -193,7 +170,7 @@ def move_cause(cells: Vector, rank: int, jumps: Vector) -> int:
 @jit
 def move_one(cells: Vector, rank: int, jumps: Vector) -> int:
     """Take one action of a rank some places forward or back."""
-    begin, end = cells[ROW, rank], cells[ROW, rank + 1]
+    begin, end = cells[at.ROW, rank], cells[at.ROW, rank + 1]
     a: int = begin + below(cells, end - begin)
     jump = jumps[random_bits(cells) & 4095]
     if random_bits(cells) & 64:
@@ -204,21 +181,21 @@ def move_one(cells: Vector, rank: int, jumps: Vector) -> int:
 @jit
 def move_many(cells: Vector, rank: int, width: int) -> int:
     """Take a range of microbatches of one (kind, stage) some places forward or back."""
-    begin, end = cells[ROW, rank], cells[ROW, rank + 1]
-    code = cells[LINE, begin + below(cells, end - begin)]
-    low = below(cells, cells[STATE, MICROBATCHES])
-    high = low + below(cells, cells[STATE, MICROBATCHES])
+    begin, end = cells[at.ROW, rank], cells[at.ROW, rank + 1]
+    code = cells[at.LINE, begin + below(cells, end - begin)]
+    low = below(cells, cells[at.STATE, at.MICROBATCHES])
+    high = low + below(cells, cells[at.STATE, at.MICROBATCHES])
     by = 1 + below(cells, width)
     changed = False
     if random_bits(cells) & 64:
         for a in range(begin, end):
-            chosen = cells[LINE, a] == code and low <= cells[NUMBER, a] <= high
+            chosen = cells[at.LINE, a] == code and low <= cells[at.NUMBER, a] <= high
             if chosen and _slide(cells, a, -by) != a:
                 changed = True
     else:
         for back in range(end - begin):
             a = end - 1 - back
-            chosen = cells[LINE, a] == code and low <= cells[NUMBER, a] <= high
+            chosen = cells[at.LINE, a] == code and low <= cells[at.NUMBER, a] <= high
             if chosen and _slide(cells, a, by) != a:
                 changed = True
     return rank if changed else -1

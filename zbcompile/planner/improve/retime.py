@@ -1,10 +1,11 @@
 """What an order takes after a small change: only what the change can reach is timed again.
 
 The order at hand is kept with a topological order of its actions. A change concerns a window of it. Before
-the window nothing changes. The window is timed anew. What follows it is known as the longest way from each of
-its actions to the end that counts: so the window alone bounds the new objective from below, by which most
-changes are dropped. Where a change has no effect behind the window, nothing there is timed; nor before it,
-where latest starts stay as they are. The scores are those of `zbcompile.planner.core.kernel.evaluate_line`.
+the window nothing changes. The window is timed anew, and what follows it as long as something differs; so are
+latest starts, back from the window. The scores are those of `zbcompile.planner.core.kernel.evaluate_line`.
+
+Of every action the longest way to the end that counts is known too, by which most changes are dropped before
+anything is timed (`zbcompile.planner.improve.changed_rows`).
 
 Plain loops over flat arrays that numba compiles where it is installed (`zbcompile.planner.core.compiled`).
 """
@@ -12,55 +13,9 @@ Plain loops over flat arrays that numba compiles where it is installed (`zbcompi
 from __future__ import annotations
 
 from zbcompile.planner.core.compiled import Vector, jit
-from zbcompile.planner.improve.cells import (
-    AFTER,
-    AFTER_AT,
-    AFTER_LAG,
-    BEFORE,
-    BEFORE_AT,
-    BEFORE_LAG,
-    CHANGED_ORDER,
-    CLOCK,
-    ENDS,
-    FIRST,
-    GAPS,
-    GROUP,
-    IS_SPAN,
-    KEPT_ENDS,
-    KEPT_LATE,
-    KEPT_LINE,
-    KEPT_NUMBER,
-    KEPT_SCORE,
-    KEPT_TAIL,
-    KEPT_WORST,
-    LATE,
-    LATE_FROM,
-    LATE_TO,
-    LATEST,
-    LENGTH,
-    LINE,
-    MICROBATCHES,
-    NEXT,
-    NUMBER,
-    ORDER,
-    PLACE_OF,
-    PLACES,
-    POSITION,
-    RANK_AT,
-    RANKS,
-    ROOT,
-    ROW,
-    ROWS_DIFFER,
-    SPARE,
-    STAGES,
-    STATE,
-    STOP,
-    TAIL,
-    TIMED_TO,
-    WORST,
-)
+from zbcompile.planner.improve import cells as at
 
-__all__ = ["FAR", "kept_slot", "latest_at", "keep", "rebuild", "restore", "retime"]
+__all__ = ["FAR", "end_before", "kept_slot", "latest_at", "keep", "rebuild", "restore", "retime"]
 
 FAR = 1 << 60
 """Behind every end."""
@@ -69,25 +24,34 @@ FAR = 1 << 60
 @jit
 def _slot(cells: Vector, place: int) -> int:
     """Return the slot of the action at a place of the changed order."""
-    slot: int = cells[GROUP, cells[LINE, place]] * cells[STATE, MICROBATCHES] + cells[NUMBER, place]
-    return slot
+    group: int = cells[at.GROUP, cells[at.LINE, place]]
+    return group * cells[at.STATE, at.MICROBATCHES] + cells[at.NUMBER, place]
 
 
 @jit
 def kept_slot(cells: Vector, place: int) -> int:
     """Return the slot of the action at a place of the order at hand."""
-    slot: int = cells[GROUP, cells[KEPT_LINE, place]] * cells[STATE, MICROBATCHES] + cells[KEPT_NUMBER, place]
-    return slot
+    group: int = cells[at.GROUP, cells[at.KEPT_LINE, place]]
+    return group * cells[at.STATE, at.MICROBATCHES] + cells[at.KEPT_NUMBER, place]
+
+
+@jit
+def end_before(cells: Vector, rank: int, place: int) -> int:
+    """Return when the rank gets to a place in the order at hand."""
+    end: int = 0
+    if place > cells[at.ROW, rank]:
+        end = cells[at.KEPT_ENDS, kept_slot(cells, place - 1)]
+    return end
 
 
 @jit
 def _place_from(cells: Vector, rank: int, position: int) -> int:
     """Return the first place of a rank's row whose position is ``position`` or later."""
-    low: int = cells[ROW, rank]
-    high: int = cells[ROW, rank + 1]
+    low: int = cells[at.ROW, rank]
+    high: int = cells[at.ROW, rank + 1]
     while low < high:
         middle = (low + high) >> 1
-        if cells[POSITION, middle] < position:
+        if cells[at.POSITION, middle] < position:
             low = middle + 1
         else:
             high = middle
@@ -101,9 +65,9 @@ def _row_end(cells: Vector, values: int, rank: int) -> int:
     `LATE`: when it does. `TAIL`: 0 where its end counts, else far later.
     """
     end: int = 0
-    if values == LATE and cells[ROW, rank] < cells[ROW, rank + 1]:
-        end = cells[ENDS, _slot(cells, cells[ROW, rank + 1] - 1)]
-    elif values == TAIL and cells[STATE, IS_SPAN] == 1 and rank != cells[STATE, ROOT]:
+    if values == at.LATE and cells[at.ROW, rank] < cells[at.ROW, rank + 1]:
+        end = cells[at.ENDS, _slot(cells, cells[at.ROW, rank + 1] - 1)]
+    elif values == at.TAIL and cells[at.STATE, at.IS_SPAN] == 1 and rank != cells[at.STATE, at.ROOT]:
         end = FAR
     return end
 
@@ -112,149 +76,147 @@ def _row_end(cells: Vector, values: int, rank: int) -> int:
 def latest_at(cells: Vector, values: int, rank: int, place: int) -> int:
     """Return by when the rank has to be free for a place, by `LATE` or `TAIL` of the order at hand."""
     latest: int = _row_end(cells, values, rank)
-    if place < cells[ROW, rank + 1]:
+    if place < cells[at.ROW, rank + 1]:
         latest = cells[values + 1, kept_slot(cells, place)]
     return latest
 
 
 @jit
-def _open(cells: Vector, begin: int, end: int) -> None:
-    """Make the positions ``begin`` to ``end`` of the topological order the window."""
-    for r in range(cells[STATE, RANKS]):
+def _open(cells: Vector) -> None:
+    """Make the positions from the first to the last changed place the window."""
+    begin, end = cells[at.STATE, at.PLACES], -1
+    for c in range(cells[at.STATE, at.TOUCHED]):
+        r = cells[at.STATE, at.TOUCHED + 1 + c]
+        begin = min(begin, cells[at.POSITION, cells[at.LOW, r]])
+        end = max(end, cells[at.POSITION, cells[at.HIGH, r]])
+    cells[at.STATE, at.BEGIN], cells[at.STATE, at.END] = begin, end
+    for r in range(cells[at.STATE, at.RANKS]):
         first = _place_from(cells, r, begin)
-        cells[FIRST, r] = first
-        cells[NEXT, r] = first
-        cells[STOP, r] = _place_from(cells, r, end + 1)
-        cells[CLOCK, r] = cells[KEPT_ENDS, kept_slot(cells, first - 1)] if first > cells[ROW, r] else 0
-        for k in range(first, cells[STOP, r]):
-            cells[ENDS, _slot(cells, k)] = -1
+        cells[at.FIRST, r] = first
+        cells[at.NEXT, r] = first
+        cells[at.STOP, r] = _place_from(cells, r, end + 1)
+        cells[at.CLOCK, r] = end_before(cells, r, first)
+        for k in range(first, cells[at.STOP, r]):
+            cells[at.ENDS, _slot(cells, k)] = -1
 
 
 @jit
-def _sweep(cells: Vector, end: int, limit: int) -> int:
+def _sweep(cells: Vector) -> int:
     """Time the window: all ranks in turn, as far as their messages are there.
 
     Returns
     -------
     int
-        -2 as soon as the end that counts must lie behind ``limit``, -1 on deadlock, else the last position
-        behind the window that finds its rank or a message at another time than in the order at hand, 0 if
-        none does.
+        -1 on deadlock, else a position up to which some action finds its rank or a message at another time
+        than in the order at hand.
     """
-    m, p = cells[STATE, MICROBATCHES], cells[STATE, RANKS]
+    m, p = cells[at.STATE, at.MICROBATCHES], cells[at.STATE, at.RANKS]
     done, left, far = 0, 0, 0
     for r in range(p):
-        left += cells[STOP, r] - cells[FIRST, r]
+        left += cells[at.STOP, r] - cells[at.FIRST, r]
     moved, upward = True, False
     while moved and left > 0:
         moved = False
         upward = not upward
         for q in range(p):
             r = p - 1 - q if upward else q
-            k, stop, now = cells[NEXT, r], cells[STOP, r], cells[CLOCK, r]
+            k, stop, now = cells[at.NEXT, r], cells[at.STOP, r], cells[at.CLOCK, r]
             begin = k
             while k < stop:
-                code = cells[LINE, k]
-                group, i = cells[GROUP, code], cells[NUMBER, k]
+                code = cells[at.LINE, k]
+                group, i = cells[at.GROUP, code], cells[at.NUMBER, k]
                 start = now
                 blocked = False
-                for e in range(cells[BEFORE_AT, group], cells[BEFORE_AT, group + 1]):
-                    sent = cells[ENDS, cells[BEFORE, e] * m + i]
+                for e in range(cells[at.BEFORE_AT, group], cells[at.BEFORE_AT, group + 1]):
+                    sent = cells[at.ENDS, cells[at.BEFORE, e] * m + i]
                     if sent < 0:
                         blocked = True
                         break
-                    start = max(start, sent + cells[BEFORE_LAG, e])
+                    start = max(start, sent + cells[at.BEFORE_LAG, e])
                 if blocked:
                     break
-                now = start + cells[LENGTH, code]
+                now = start + cells[at.LENGTH, code]
                 slot = group * m + i
-                cells[ENDS, slot] = now
-                for e in range(cells[AFTER_AT, group], cells[AFTER_AT, group + 1]):
-                    other = cells[AFTER, e] * m + i
-                    position = cells[POSITION, cells[PLACE_OF, other]]
-                    if position > end:
-                        if now + cells[AFTER_LAG, e] - cells[KEPT_TAIL, other] > limit:
-                            return -2
-                        if now != cells[KEPT_ENDS, slot]:
-                            far = max(far, position)
-                cells[CHANGED_ORDER, done] = k
+                cells[at.ENDS, slot] = now
+                if now != cells[at.KEPT_ENDS, slot]:
+                    for e in range(cells[at.AFTER_AT, group], cells[at.AFTER_AT, group + 1]):
+                        far = max(far, cells[at.POSITION, cells[at.PLACE_OF, cells[at.AFTER, e] * m + i]])
+                cells[at.CHANGED_ORDER, done] = k
                 done += 1
                 k += 1
             if k == begin:
                 continue
             moved = True
             left -= k - begin
-            cells[NEXT, r] = k
-            cells[CLOCK, r] = now
-            if k == stop and now != cells[KEPT_ENDS, kept_slot(cells, k - 1)]:
-                if now - latest_at(cells, TAIL, r, k) > limit:
-                    return -2
-                if k < cells[ROW, r + 1]:
-                    far = max(far, cells[POSITION, k])
+            cells[at.NEXT, r] = k
+            cells[at.CLOCK, r] = now
+            if k == stop and now != cells[at.KEPT_ENDS, kept_slot(cells, k - 1)]:
+                if k < cells[at.ROW, r + 1]:
+                    far = max(far, cells[at.POSITION, k])
                 else:
-                    cells[STATE, ROWS_DIFFER] = 1
+                    cells[at.STATE, at.ROWS_DIFFER] = 1
     return far if left == 0 else -1
 
 
 @jit
-def _follow(cells: Vector, end: int, far: int) -> None:
+def _follow(cells: Vector, far: int) -> None:
     """Time what follows the window, as long as something differs: position ``far`` at least."""
-    m = cells[STATE, MICROBATCHES]
-    t = end
+    m = cells[at.STATE, at.MICROBATCHES]
+    t = cells[at.STATE, at.END]
     while t < far:
         t += 1
-        k = cells[ORDER, t]
-        r = cells[RANK_AT, k]
-        group, i = cells[GROUP, cells[LINE, k]], cells[NUMBER, k]
-        now = cells[CLOCK, r]
-        for e in range(cells[BEFORE_AT, group], cells[BEFORE_AT, group + 1]):
-            now = max(now, cells[ENDS, cells[BEFORE, e] * m + i] + cells[BEFORE_LAG, e])
-        now += cells[LENGTH, cells[LINE, k]]
-        cells[CLOCK, r] = now
+        k = cells[at.ORDER, t]
+        r = cells[at.RANK_AT, k]
+        group, i = cells[at.GROUP, cells[at.LINE, k]], cells[at.NUMBER, k]
+        now = cells[at.CLOCK, r]
+        for e in range(cells[at.BEFORE_AT, group], cells[at.BEFORE_AT, group + 1]):
+            now = max(now, cells[at.ENDS, cells[at.BEFORE, e] * m + i] + cells[at.BEFORE_LAG, e])
+        now += cells[at.LENGTH, cells[at.LINE, k]]
+        cells[at.CLOCK, r] = now
         slot = group * m + i
-        cells[ENDS, slot] = now
-        if now == cells[KEPT_ENDS, slot]:
+        cells[at.ENDS, slot] = now
+        if now == cells[at.KEPT_ENDS, slot]:
             continue
-        for e in range(cells[AFTER_AT, group], cells[AFTER_AT, group + 1]):
-            far = max(far, cells[POSITION, cells[PLACE_OF, cells[AFTER, e] * m + i]])
-        if k + 1 < cells[ROW, r + 1]:
-            far = max(far, cells[POSITION, k + 1])
+        for e in range(cells[at.AFTER_AT, group], cells[at.AFTER_AT, group + 1]):
+            far = max(far, cells[at.POSITION, cells[at.PLACE_OF, cells[at.AFTER, e] * m + i]])
+        if k + 1 < cells[at.ROW, r + 1]:
+            far = max(far, cells[at.POSITION, k + 1])
         else:
-            cells[STATE, ROWS_DIFFER] = 1
-    cells[STATE, TIMED_TO] = t
+            cells[at.STATE, at.ROWS_DIFFER] = 1
+    cells[at.STATE, at.TIMED_TO] = t
 
 
 @jit
-def _look_back(cells: Vector, values: int, begin: int, end: int, top: int) -> int:
+def _look_back(cells: Vector, values: int, top: int) -> int:
     """Find latest starts, `LATE` or `TAIL`, from position ``top`` back, as long as something differs.
 
-    The window reaches from position ``begin`` to ``end``. Returns the first position whose start was found.
+    Returns the first position whose start was found.
     """
-    m, kept = cells[STATE, MICROBATCHES], values + 1
-    size = cells[STATE, PLACES]
-    for r in range(cells[STATE, RANKS]):
-        place = cells[STOP, r] if top < size - 1 else cells[ROW, r + 1]
-        cells[LATEST, r] = latest_at(cells, values, r, place)
+    m, size, kept = cells[at.STATE, at.MICROBATCHES], cells[at.STATE, at.PLACES], values + 1
+    begin, end = cells[at.STATE, at.BEGIN], cells[at.STATE, at.END]
+    for r in range(cells[at.STATE, at.RANKS]):
+        place = cells[at.STOP, r] if top < size - 1 else cells[at.ROW, r + 1]
+        cells[at.LATEST, r] = latest_at(cells, values, r, place)
     near, t = size, top + 1
     while t > begin or near < t:
         t -= 1
-        k = cells[CHANGED_ORDER, t - begin] if begin <= t <= end else cells[ORDER, t]
-        r = cells[RANK_AT, k]
-        group, i = cells[GROUP, cells[LINE, k]], cells[NUMBER, k]
-        now = cells[LATEST, r]
-        for e in range(cells[AFTER_AT, group], cells[AFTER_AT, group + 1]):
-            now = min(now, cells[values, cells[AFTER, e] * m + i] - cells[AFTER_LAG, e])
-        now -= cells[LENGTH, cells[LINE, k]]
-        cells[LATEST, r] = now
+        k = cells[at.CHANGED_ORDER, t - begin] if begin <= t <= end else cells[at.ORDER, t]
+        r = cells[at.RANK_AT, k]
+        group, i = cells[at.GROUP, cells[at.LINE, k]], cells[at.NUMBER, k]
+        now = cells[at.LATEST, r]
+        for e in range(cells[at.AFTER_AT, group], cells[at.AFTER_AT, group + 1]):
+            now = min(now, cells[values, cells[at.AFTER, e] * m + i] - cells[at.AFTER_LAG, e])
+        now -= cells[at.LENGTH, cells[at.LINE, k]]
+        cells[at.LATEST, r] = now
         slot = group * m + i
         cells[values, slot] = now
         if now != cells[kept, slot]:
-            for e in range(cells[BEFORE_AT, group], cells[BEFORE_AT, group + 1]):
-                position = cells[POSITION, cells[PLACE_OF, cells[BEFORE, e] * m + i]]
+            for e in range(cells[at.BEFORE_AT, group], cells[at.BEFORE_AT, group + 1]):
+                position = cells[at.POSITION, cells[at.PLACE_OF, cells[at.BEFORE, e] * m + i]]
                 if position < begin:
                     near = min(near, position)
-        if cells[ROW, r] < k <= cells[FIRST, r] and now != cells[kept, kept_slot(cells, k)]:
-            near = min(near, cells[POSITION, k - 1])
+        if cells[at.ROW, r] < k <= cells[at.FIRST, r] and now != cells[kept, kept_slot(cells, k)]:
+            near = min(near, cells[at.POSITION, k - 1])
     return t
 
 
@@ -262,37 +224,41 @@ def _look_back(cells: Vector, values: int, begin: int, end: int, top: int) -> in
 def _score(cells: Vector) -> int:
     """Return the score of the timed order, and note its objective."""
     worst, summed = 0, 0
-    for r in range(cells[STATE, RANKS]):
-        value = _row_end(cells, LATE, r)
-        if cells[STATE, IS_SPAN] == 1 and cells[ROW, r] < cells[ROW, r + 1]:
-            value -= cells[LATE, _slot(cells, cells[ROW, r])]
+    for r in range(cells[at.STATE, at.RANKS]):
+        value = _row_end(cells, at.LATE, r)
+        if cells[at.STATE, at.IS_SPAN] == 1 and cells[at.ROW, r] < cells[at.ROW, r + 1]:
+            value -= cells[at.LATE, _slot(cells, cells[at.ROW, r])]
         summed += value
         worst = max(worst, value)
-    cells[STATE, WORST] = worst
-    score: int = 100 * cells[STATE, RANKS] * worst + summed
+    cells[at.STATE, at.WORST] = worst
+    score: int = 100 * cells[at.STATE, at.RANKS] * worst + summed
     return score
 
 
 @jit
-def retime(cells: Vector, begin: int, end: int, limit: int) -> int:
-    """Return the score of the changed order, -1 if it deadlocks, or -2.
-
-    -2 is returned only if the objective is above ``limit``, but not always then. All changes lie within the
-    positions ``begin`` to ``end`` of the order at hand.
-    """
-    cells[STATE, TIMED_TO] = end
-    cells[STATE, LATE_FROM] = 0
-    cells[STATE, LATE_TO] = -1
-    cells[STATE, ROWS_DIFFER] = 0
-    _open(cells, begin, end)
-    far: int = _sweep(cells, end, limit)
+def _time(cells: Vector) -> int:
+    """Time the order that the window changes; return its score, or -1 if it deadlocks."""
+    end = cells[at.STATE, at.END]
+    cells[at.STATE, at.TIMED_TO] = end
+    cells[at.STATE, at.LATE_FROM], cells[at.STATE, at.LATE_TO] = 0, -1
+    cells[at.STATE, at.ROWS_DIFFER] = 0
+    far: int = _sweep(cells)
     if far < 0:
         return far
-    _follow(cells, end, far)
-    if cells[STATE, IS_SPAN] == 1:
-        cells[STATE, LATE_TO] = cells[STATE, PLACES] - 1 if cells[STATE, ROWS_DIFFER] == 1 else end
-        cells[STATE, LATE_FROM] = _look_back(cells, LATE, begin, end, cells[STATE, LATE_TO])
+    _follow(cells, far)
+    if cells[at.STATE, at.IS_SPAN] == 1:
+        top = cells[at.STATE, at.PLACES] - 1 if cells[at.STATE, at.ROWS_DIFFER] == 1 else end
+        cells[at.STATE, at.LATE_TO] = top
+        cells[at.STATE, at.LATE_FROM] = _look_back(cells, at.LATE, top)
     score: int = _score(cells)
+    return score
+
+
+@jit
+def retime(cells: Vector) -> int:
+    """Return the score of the changed order, or -1 if it deadlocks."""
+    _open(cells)
+    score: int = _time(cells)
     return score
 
 
@@ -300,67 +266,59 @@ def retime(cells: Vector, begin: int, end: int, limit: int) -> int:
 def _copy(cells: Vector, target: int, source: int, begin: int, end: int) -> None:
     """Copy what is noted per slot for the positions ``begin`` to ``end`` of the order at hand."""
     for t in range(begin, end + 1):
-        slot = kept_slot(cells, cells[ORDER, t])
+        slot = kept_slot(cells, cells[at.ORDER, t])
         cells[target, slot] = cells[source, slot]
 
 
 @jit
-def restore(cells: Vector, begin: int) -> None:
-    """Take back what `retime` noted of a changed order; the window began at position ``begin``."""
-    _copy(cells, ENDS, KEPT_ENDS, begin, cells[STATE, TIMED_TO])
-    _copy(cells, LATE, KEPT_LATE, cells[STATE, LATE_FROM], cells[STATE, LATE_TO])
+def restore(cells: Vector) -> None:
+    """Take back what `retime` noted of a changed order."""
+    _copy(cells, at.ENDS, at.KEPT_ENDS, cells[at.STATE, at.BEGIN], cells[at.STATE, at.TIMED_TO])
+    _copy(cells, at.LATE, at.KEPT_LATE, cells[at.STATE, at.LATE_FROM], cells[at.STATE, at.LATE_TO])
 
 
 @jit
-def keep(cells: Vector, begin: int, end: int, score: int) -> None:
+def keep(cells: Vector, score: int) -> None:
     """Make the changed order, as `retime` timed it, the one at hand."""
-    tails_from = _look_back(cells, TAIL, begin, end, end)
+    begin, end = cells[at.STATE, at.BEGIN], cells[at.STATE, at.END]
+    tails_from = _look_back(cells, at.TAIL, end)
     for t in range(begin, end + 1):
-        k = cells[CHANGED_ORDER, t - begin]
-        cells[ORDER, t] = k
-        cells[POSITION, k] = t
-        cells[KEPT_LINE, k] = cells[LINE, k]
-        cells[KEPT_NUMBER, k] = cells[NUMBER, k]
-        cells[PLACE_OF, _slot(cells, k)] = k
-    _copy(cells, KEPT_ENDS, ENDS, begin, cells[STATE, TIMED_TO])
-    _copy(cells, KEPT_LATE, LATE, cells[STATE, LATE_FROM], cells[STATE, LATE_TO])
-    _copy(cells, KEPT_TAIL, TAIL, tails_from, end)
-    cells[STATE, KEPT_SCORE] = score
-    cells[STATE, KEPT_WORST] = cells[STATE, WORST]
-    for t in range(begin, cells[STATE, TIMED_TO] + 1):
-        k = cells[ORDER, t]
-        free = cells[ENDS, _slot(cells, k - 1)] if k > cells[ROW, cells[RANK_AT, k]] else 0
-        cells[GAPS, k] = cells[ENDS, _slot(cells, k)] - cells[LENGTH, cells[LINE, k]] - free
+        k = cells[at.CHANGED_ORDER, t - begin]
+        cells[at.ORDER, t] = k
+        cells[at.POSITION, k] = t
+        cells[at.KEPT_LINE, k] = cells[at.LINE, k]
+        cells[at.KEPT_NUMBER, k] = cells[at.NUMBER, k]
+        cells[at.PLACE_OF, _slot(cells, k)] = k
+    _copy(cells, at.KEPT_ENDS, at.ENDS, begin, cells[at.STATE, at.TIMED_TO])
+    _copy(cells, at.KEPT_LATE, at.LATE, cells[at.STATE, at.LATE_FROM], cells[at.STATE, at.LATE_TO])
+    _copy(cells, at.KEPT_TAIL, at.TAIL, tails_from, end)
+    cells[at.STATE, at.KEPT_SCORE] = score
+    cells[at.STATE, at.KEPT_WORST] = cells[at.STATE, at.WORST]
+    for t in range(begin, cells[at.STATE, at.TIMED_TO] + 1):
+        k = cells[at.ORDER, t]
+        free = cells[at.ENDS, _slot(cells, k - 1)] if k > cells[at.ROW, cells[at.RANK_AT, k]] else 0
+        cells[at.GAPS, k] = cells[at.ENDS, _slot(cells, k)] - cells[at.LENGTH, cells[at.LINE, k]] - free
 
 
 @jit
 def rebuild(cells: Vector) -> int:
     """Make the line the order at hand, from nothing; return its score, or -1 if it deadlocks."""
-    size = cells[STATE, PLACES]
-    for r in range(cells[STATE, RANKS]):
-        for group in range(3 * cells[STATE, STAGES]):
-            cells[SPARE, group] = 0
-        cells[FIRST, r] = cells[ROW, r]
-        cells[NEXT, r] = cells[ROW, r]
-        cells[STOP, r] = cells[ROW, r + 1]
-        cells[CLOCK, r] = 0
-        for k in range(cells[ROW, r], cells[ROW, r + 1]):
-            group = cells[GROUP, cells[LINE, k]]
-            cells[NUMBER, k] = cells[SPARE, group]
-            cells[KEPT_LINE, k] = cells[LINE, k]
-            cells[KEPT_NUMBER, k] = cells[SPARE, group]
-            cells[SPARE, group] += 1
-            cells[ENDS, _slot(cells, k)] = -1
-            cells[PLACE_OF, _slot(cells, k)] = k
-            cells[POSITION, k] = 0
-    if _sweep(cells, size, FAR) < 0:
-        return -1
-    cells[STATE, TIMED_TO] = size - 1
-    cells[STATE, LATE_FROM] = 0
-    cells[STATE, LATE_TO] = -1
-    if cells[STATE, IS_SPAN] == 1:
-        cells[STATE, LATE_TO] = size - 1
-        _look_back(cells, LATE, 0, size - 1, size - 1)
-    score: int = _score(cells)
-    keep(cells, 0, size - 1, score)
+    for r in range(cells[at.STATE, at.RANKS]):
+        for group in range(3 * cells[at.STATE, at.STAGES]):
+            cells[at.SPARE, group] = 0
+        cells[at.FIRST, r] = cells[at.ROW, r]
+        cells[at.NEXT, r] = cells[at.ROW, r]
+        cells[at.STOP, r] = cells[at.ROW, r + 1]
+        cells[at.CLOCK, r] = 0
+        for k in range(cells[at.ROW, r], cells[at.ROW, r + 1]):
+            group = cells[at.GROUP, cells[at.LINE, k]]
+            cells[at.NUMBER, k] = cells[at.SPARE, group]
+            cells[at.KEPT_LINE, k] = cells[at.LINE, k]
+            cells[at.KEPT_NUMBER, k] = cells[at.SPARE, group]
+            cells[at.SPARE, group] += 1
+            cells[at.ENDS, _slot(cells, k)] = -1
+    cells[at.STATE, at.BEGIN], cells[at.STATE, at.END] = 0, cells[at.STATE, at.PLACES] - 1
+    score: int = _time(cells)
+    if score >= 0:
+        keep(cells, score)
     return score
