@@ -63,38 +63,30 @@ def fits(t: Tables, cells: Vector, rank: int, limit: int) -> bool:
 
 
 @jit
-def _same_actions(cells: Vector, rank: int) -> bool:
-    """Return whether the changed places have the actions that they had, which `fits` has numbered."""
-    for back in range(cells[at.HIGH, rank] + 1 - cells[at.LOW, rank]):
-        k = cells[at.HIGH, rank] - back
-        group = cells[at.GROUP, cells[at.KEPT_LINE, k]]
-        cells[at.SPARE, group] -= 1
-        if cells[at.SPARE, group] != cells[at.KEPT_NUMBER, k]:
-            return False
-    return True
-
-
-@jit
 def _keep_block(cells: Vector, low: int, high: int, copies: int, rank: int) -> bool:
     """Make what changed in one copy of a frozen block change in all copies.
 
     The first of ``copies`` copies reaches from ``low`` to ``high``. Returns False if a block without a second
-    copy changed.
+    copy changed, or if other actions are in a copy than before.
     """
-    size = high - low
-    for copy in range(copies):
-        for k in range(low + copy * size, high + copy * size):
-            if cells[at.LINE, k] != cells[at.KEPT_LINE, k]:
-                if copies == 1:
-                    return False
-                touch(cells, rank, low, low + copies * size - 1)
-                for other in range(copies):
-                    if other != copy:
-                        for i in range(size):
-                            code = cells[at.LINE, low + copy * size + i]
-                            cells[at.LINE, low + other * size + i] = code
-                return True
-    return True
+    size, source = high - low, -1
+    for first in range(low, low + copies * size, size):
+        for k in range(first, first + size):
+            cells[at.SPARE, cells[at.LINE, k]] = 0
+            cells[at.SPARE, cells[at.KEPT_LINE, k]] = 0
+        for k in range(first, first + size):
+            cells[at.SPARE, cells[at.LINE, k]] += 1
+            cells[at.SPARE, cells[at.KEPT_LINE, k]] -= 1
+        for k in range(first, first + size):
+            if cells[at.SPARE, cells[at.LINE, k]] != 0:
+                return False
+            if source < 0 and cells[at.LINE, k] != cells[at.KEPT_LINE, k]:
+                source = first
+    if source >= 0:
+        touch(cells, rank, low, low + copies * size - 1)
+        for k in range(low, low + copies * size):
+            cells[at.LINE, k] = cells[at.LINE, source + (k - low) % size]
+    return source < 0 or copies > 1
 
 
 @jit
@@ -110,7 +102,7 @@ def are_legal(
         low, high, copies = frozen_blocks[3 * r], frozen_blocks[3 * r + 1], frozen_blocks[3 * r + 2]
         if copies > 0 and not _keep_block(cells, low, high, copies, r):
             return False
-        if not fits(t, cells, r, limit) or (copies > 1 and not _same_actions(cells, r)):
+        if not fits(t, cells, r, limit):
             return False
         if cells[at.STATE, at.HAS_SETS] == 1 and not stays_legal(t, offsets, cells[at.LINE], r, counts):
             return False

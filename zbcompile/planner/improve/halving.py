@@ -154,9 +154,9 @@ def _whole(run: Run, orders: list[Order]) -> list[_Annealed]:
 def _ladder(run: Run, orders: list[Order], used: int = 0) -> Iterator[_Annealed]:
     """Anneal whole orders by halving; yield all that is found."""
     if run.sieves:
-        starts, tries = _first_look(run, _whole(run, orders), run.effort.anneal * 3 // 4)
+        starts, tries = _first_look(run, _whole(run, orders), run.effort.anneal)
         return _halve(run, starts, tries, _SIEVE, used)
-    tries = run.effort.anneal * 3 // 2 if run.is_tight else run.effort.anneal
+    tries = 2 * run.effort.anneal if run.is_tight else run.effort.anneal
     return _halve(run, _whole(run, orders), tries, _THIRDS, used)
 
 
