@@ -52,11 +52,11 @@ def test_little_memory_gives_most_tries_to_the_last_two(monkeypatch: pytest.Monk
     assert run.is_tight
     (orders, tries), *further = rounds_of(run, monkeypatch)
     assert orders > EFFORT.orders
-    assert tries == 30
-    assert further[0] == (orders // 4, 120)
-    assert further[1][1] == 360
-    assert further[2] == (2, 2160)
-    assert max(count * tries for count, tries in [(orders, 30), *further[:2]]) < 2 * 2160
+    assert tries == 40
+    assert further[0] == (orders // 4, 160)
+    assert further[1][1] == 480
+    assert further[2] == (2, 2880)
+    assert max(count * tries for count, tries in [(orders, 40), *further[:2]]) < 2 * 2880
 
 
 def test_other_memory_keeps_thirds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,15 +24,17 @@ FAR = 1 << 60
 @jit
 def _slot(cells: Vector, place: int) -> int:
     """Return the slot of the action at a place of the changed order."""
-    group: int = cells[at.GROUP, cells[at.LINE, place]]
-    return group * cells[at.STATE, at.MICROBATCHES] + cells[at.NUMBER, place]
+    group, m = cells[at.GROUP, cells[at.LINE, place]], cells[at.STATE, at.MICROBATCHES]
+    slot: int = group * m + cells[at.NUMBER, place]
+    return slot
 
 
 @jit
 def kept_slot(cells: Vector, place: int) -> int:
     """Return the slot of the action at a place of the order at hand."""
-    group: int = cells[at.GROUP, cells[at.KEPT_LINE, place]]
-    return group * cells[at.STATE, at.MICROBATCHES] + cells[at.KEPT_NUMBER, place]
+    group, m = cells[at.GROUP, cells[at.KEPT_LINE, place]], cells[at.STATE, at.MICROBATCHES]
+    slot: int = group * m + cells[at.KEPT_NUMBER, place]
+    return slot
 
 
 @jit
