@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -58,6 +59,27 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the tests that mostly wait for processes of their own: others run beside them meanwhile."""
     items.sort(key=lambda item: not item.nodeid.startswith(WAITING))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give tests that share a module's fixture to one process, which makes it once; all others one by one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFixtures(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if _has_a_shared_fixture(file) else nodeid
+
+    if config.getoption("dist") != "load":
+        return None
+    config.option.loadscopereorder = False
+    return ByFixtures(config, log)
+
+
+@cache
+def _has_a_shared_fixture(file: str) -> bool:
+    return 'scope="module"' in (ROOT / file).read_text()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
+from dataclasses import replace
 
 from zbcompile.selftest import phases
-from zbcompile.selftest.settings import Found, Settings
+from zbcompile.selftest.run import Section, run
+from zbcompile.selftest.settings import SIZES, Found, Settings
 
-__all__ = ["ends_its_process", "loads_little", "never_ends", "raises", "works"]
+__all__ = ["ends_its_process", "loads_little", "loads_little_alone", "never_ends", "raises", "works"]
 
 
 def works(rank: int, settings: Settings) -> Found:
@@ -29,6 +31,15 @@ def never_ends(rank: int, settings: Settings) -> Found:
 
 def ends_its_process(rank: int, settings: Settings) -> Found:
     os._exit(7)
+
+
+def loads_little_alone() -> None:
+    """Run the section `loads_little`, and print what it told."""
+    settings = replace(SIZES["tiny"], families=("gpt2",))
+    report = run(settings, sections=[Section("s", "", loads_little, 1, 280)])
+    if not report.ok:
+        raise AssertionError(report)
+    print(report.sections[0].figures["loaded"])
 
 
 def loads_little(rank: int, settings: Settings) -> Found:
