@@ -258,7 +258,7 @@ def test_check_reads_a_lineage_and_concludes_nothing_from_it(capsys, tmp_path: P
     example, path = EXAMPLES / "four-unequal-stages.schedule.json", tmp_path / "other.json"
     document, plain = json.loads(example.read_text()), run(capsys, "check", example, "--certificate")
     assert plain[0] == 0
-    for lineage, code in ((["v_list", "anneal"], 0), (["\x1b[2J"], 2), ("anneal", 2), (["a"] * 65, 2)):
+    for lineage, code in ((["list_schedule", "anneal"], 0), (["\x1b[2J"], 2), ("anneal", 2), (["a"] * 65, 2)):
         document["certificate"]["lineage"] = lineage
         path.write_text(json.dumps(document))
         found = run(capsys, "check", path, "--certificate")

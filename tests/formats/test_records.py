@@ -254,7 +254,7 @@ def test_what_a_schema_refuses_the_reader_refuses(name: str, seed: int) -> None:
         value |= copy.deepcopy(RICH)
     elif name == "schedule" and rng.random() < 0.7:
         value["profile"]["stages"] = [{**WAY, "repeat": 2, "variants": [WAY]}]
-        value["certificate"]["lineage"] = ["v_list", "anneal"]
+        value["certificate"]["lineage"] = ["list_schedule", "anneal"]
         value["microbatch_costs"] = [{"time_ppm": [1, 2]}, {"bytes_ppm": [3]}]
     assert takes(READERS[name], value)
     for _ in range(10):
@@ -343,12 +343,12 @@ def test_the_lineage_of_a_certificate_is_optional_short_and_printable() -> None:
     value = golden("schedule")
     assert "lineage" not in value["certificate"]
     assert schedule_json.loads(json.dumps(value)).certificate.lineage == ()
-    value["certificate"]["lineage"] = ["v_list", "fold", "anneal"]
+    value["certificate"]["lineage"] = ["list_schedule", "fold", "anneal"]
     file = schedule_json.loads(json.dumps(value))
-    assert file.certificate.lineage == ("v_list", "fold", "anneal")
+    assert file.certificate.lineage == ("list_schedule", "fold", "anneal")
     assert json.loads(schedule_json.dumps(file)) == value
     for wrong, reason in (
-        ("v_list", "expected a list"),
+        ("list_schedule", "expected a list"),
         (None, "expected a list"),
         ([1], r"expected text \(schedule.certificate.lineage\[0\]\)"),
         (["\x1b[2J"], "expected printable text"),

@@ -9,15 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.strategies import greedy_order
 from zbcompile.errors import InfeasibleError, UsageError
-from zbcompile.planner.core.instance import to_codes, to_schedule
 from zbcompile.planner.incumbent import Progress
 from zbcompile.planner.placements import contiguous, placements_for, plan_auto
 from zbcompile.planner.plan import plan
-from zbcompile.planner.starts.other_problems import coarse_problem, taken_apart
 from zbcompile.schedule.check import check
-from zbcompile.schedule.costs import Link, Profile, StageCost
+from zbcompile.schedule.coarsen import coarsened
+from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.simulate import simulate
@@ -107,37 +105,10 @@ def test_caps_are_the_same_for_all_and_the_first_refusal_is_raised() -> None:
     assert "no order fits" in str(refused[0])
 
 
-@given(st.data())
-def test_joined_stages_taken_apart_keep_their_times_and_their_memory(data: st.DataObject) -> None:
-    """Neighbours on one rank, planned as one stage: the same orders, no longer and no heavier."""
-    counts = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=3))
-    rank_of = tuple(rank for rank, count in enumerate(counts) for _ in range(count))
-    number = st.integers(0, 6)
-    stages = []
-    for _ in rank_of:
-        b, w, saved = data.draw(number), data.draw(number), data.draw(number)
-        fused = data.draw(st.integers(0, b + w))
-        stages.append(StageCost(data.draw(number), b, w, fused, saved, data.draw(st.integers(0, saved))))
-    profile = Profile(tuple(stages), link=Link(data.draw(number)), overhead_ns=data.draw(st.integers(0, 2)))
-    problem = Problem(profile, Placement(rank_of), data.draw(st.integers(1, 3)))
-    whole = coarse_problem(problem)
-    if len(rank_of) == len(counts):
-        assert whole is None
-        return
-    assert whole is not None
-    codes = to_codes(greedy_order(whole, data.draw(st.randoms(use_true_random=False))))
-    apart = to_schedule(taken_apart(codes, problem), problem)
-    check(apart, problem)
-    one, many = simulate(to_schedule(codes, whole), whole), simulate(apart, problem)
-    assert many.makespan_ns <= one.makespan_ns
-    assert all(a <= b for a, b in zip(many.peak_bytes, one.peak_bytes, strict=True))
-
-
 def test_contiguous_stages_are_planned_as_well_as_joined_ones() -> None:
     problem = uniform(8, 4, 8, 8 * 2)
     value = plan(problem, time_limit_s=4).certificate.value_ns
-    whole = coarse_problem(problem)
-    assert whole is not None
+    whole = coarsened(problem, problem.placement)
     assert value <= plan(whole, time_limit_s=4).certificate.value_ns
 
 

@@ -23,7 +23,7 @@ from zbcompile.planner.plan import plan
 from zbcompile.planner.portfolio import NAMES, PORTFOLIO, QUICK
 from zbcompile.planner.run import Effort, Options, PartRun, Run
 from zbcompile.planner.starts.initial import OneAtATime
-from zbcompile.planner.starts.other_problems import Coarse, Short
+from zbcompile.planner.starts.other_problems import OtherMode, Short
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -37,7 +37,7 @@ LINE_PROBLEM = Problem.of(Profile.uniform(STAGE, 3, 2), None, 4, 20)
 
 
 def inner_parts(part: Part) -> tuple[Part, ...]:
-    return part.parts if isinstance(part, Coarse | Short) else ()
+    return part.parts if isinstance(part, Short) else ()
 
 
 def test_names_are_unique_words_and_each_part_is_of_one_kind() -> None:
@@ -77,16 +77,6 @@ def test_the_lineage_of_a_known_row() -> None:
     assert plan(unit).certificate.lineage == ("classic ZB-H1",)
     choice = plan_auto(unit.with_(placement=Placement.linear(4)))
     assert choice.solution.origin == "linear: classic ZB-H1"
-
-
-def test_orders_of_inner_plans_carry_the_part_that_made_them() -> None:
-    contiguous = Problem.of(Profile.uniform(STAGE, 6, 2), Placement((0, 0, 1, 1, 2, 2)), 5, 60)
-    run = Run(contiguous, time_limit_s=60)
-    search(run, [part for part in PORTFOLIO if part.name == "coarse"])
-    lineages = [order.lineage for _, order in run.known]
-    assert lineages
-    assert all(lineage[-1] == "coarse" and len(lineage) > 1 for lineage in lineages)
-    assert ("classic ZB-H1", "coarse") in lineages
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -194,10 +184,10 @@ def test_the_loop_ends_with_the_time_but_not_before_there_is_an_order() -> None:
 
 def test_ctrl_c_in_an_inner_plan_keeps_what_it_found() -> None:
     contiguous = Problem.of(Profile.uniform(STAGE, 6, 2), Placement((0, 0, 1, 1, 2, 2)), 5, 50)
-    run = Run(contiguous, time_limit_s=60)
+    run = Run(contiguous.with_(transport="rendezvous"), time_limit_s=60)
     with pytest.raises(KeyboardInterrupt):
-        search(run, (Coarse((OneAtATime(), Probe([], (), interrupt=True))),))
-    assert run.incumbent.lineage[-1] == "coarse"
+        search(run, (OtherMode(lambda: (OneAtATime(), Probe([], (), interrupt=True))),))
+    assert run.incumbent.lineage[-1] == "other_mode"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +200,7 @@ def test_leaving_out_a_part_that_changed_nothing_changes_nothing(placement: Plac
 
     def outcome(without: set[str], trace: list[PartRun]) -> tuple[Order | None, Bound]:
         options = Options(without=frozenset(without), trace=trace.append)
-        run = Run(problem, options, time_limit_s=600, effort=Effort(20, 40, 20, 4, 12, 60, 4, 40))
+        run = Run(problem, options, time_limit_s=600, effort=Effort(40, 4, 12, 60, 4, 40))
         search(run, parts)
         return run.incumbent.order, run.bound
 

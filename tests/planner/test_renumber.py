@@ -30,7 +30,7 @@ def test_plans_are_equal_in_value_and_bound(problem: Problem, rng: random.Random
     """By a few parts whose tries are counted: the answers of a solver may be cut off on a busy machine."""
     problem = problem.with_(caps=tuple(rng.choice((None, 40, 60)) for _ in range(problem.num_ranks)))
     numbering = Numbering(tuple(rng.sample(range(problem.num_ranks), problem.num_ranks)))
-    without = set(NAMES) - {"classic", "one_at_a_time", "rule_of_thumb", "list_schedule", "coarse", "v_list"}
+    without = set(NAMES) - {"classic", "one_at_a_time", "rule_of_thumb", "list_schedule"}
     found: list[Solution | None] = []
     for one in (problem, numbering.of_problem(problem)):
         try:

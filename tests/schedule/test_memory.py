@@ -11,12 +11,12 @@ from tests.support.memory_oracle import fits_by_hand, held_by_hand
 from tests.support.planner_cases import random_placement, random_problem
 from tests.support.strategies import greedy_order, problems
 from zbcompile.planner.core.compiled import vector
+from zbcompile.planner.core.dispatch import ALTERNATE, Dispatcher, Recipe
 from zbcompile.planner.core.instance import Instance, to_codes, to_schedule
 from zbcompile.planner.core.kernel import counts_size, stays_legal
 from zbcompile.planner.core.score import fits
 from zbcompile.planner.core.tables import Tables, pack
 from zbcompile.planner.starts.fused_patterns import alternate
-from zbcompile.planner.starts.list_schedule import Recipe, list_schedule
 from zbcompile.schedule.check import faults
 from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.ir import Action, Kind, Schedule
@@ -98,7 +98,9 @@ def test_makers_of_orders_stay_within_the_bag() -> None:
         problem = random_problem(rng, ranks=ranks, microbatches=rng.randint(2, 5))
         instance, m = Instance.of(problem), problem.num_microbatches
         orders = [[alternate(instance, r, m, m, (rng.randint(0, m), 0)) for r in range(ranks)]]
-        listed = list_schedule(instance, Recipe((m,) * ranks, 100, (0,) * ranks))
+        keys = list(range(m)) * (3 * ranks)
+        recipe = Recipe(ALTERNATE, on_rank=(m,) * ranks, idle=(0,) * ranks)
+        listed = Dispatcher(instance, list).run(keys, recipe)
         orders += [] if listed is None else [listed]
         for codes in orders:
             schedule = to_schedule(codes, problem)

@@ -1,7 +1,7 @@
 """The portfolio: everything that planning tries, in the order in which it is tried.
 
 `zbcompile.planner.parts.search` runs a tuple of parts until the best order meets the best bound. A part that
-plans another problem first (`Coarse`, `OtherMode`, `Short`) runs a tuple of its own on it.
+plans another problem first (`OtherMode`, `Short`) runs a tuple of its own on it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,18 @@ from zbcompile.planner.improve.fuse import RuleOfThumb, SplitOrFuse
 from zbcompile.planner.improve.halving import Anneal, AnnealOn, Fold
 from zbcompile.planner.improve.redispatch import Redispatch
 from zbcompile.planner.parts import AnalyticBound, Part
-from zbcompile.planner.starts.initial import Classic, ListSchedules, OneAtATime
+from zbcompile.planner.starts.initial import Classic, OneAtATime
+from zbcompile.planner.starts.list_schedules import ListSchedules
 from zbcompile.planner.starts.offset_key_orders import OffsetKeyOrders
-from zbcompile.planner.starts.other_problems import Coarse, OtherMode, Short
-from zbcompile.planner.starts.rounds import RoundOrders
-from zbcompile.planner.starts.v_list import VList
+from zbcompile.planner.starts.other_problems import OtherMode, Short
 from zbcompile.planner.unequal import PERMUTE
 
 __all__ = ["NAMES", "PORTFOLIO", "QUICK", "names_to_leave_out"]
 
-_COARSE = (Classic(), OneAtATime(), ListSchedules())
-
 _SHORT = (
     Classic(),
     OneAtATime(),
-    RoundOrders(),
-    VList(),
+    ListSchedules(),
     Redispatch(),
     Fold(rounds=3),
     OffsetKeyOrders(always=True),
@@ -44,14 +40,11 @@ PORTFOLIO: tuple[Part, ...] = (
     Classic(),
     OneAtATime(),
     RuleOfThumb(),
-    RoundOrders(),
     ListSchedules(),
-    Coarse(_COARSE),
     Exact("quick_exact", actions=EXACT_ACTIONS // 2, limit=0.25, early=True),
     OtherMode(lambda: PORTFOLIO),
     SplitOrFuse(),
     Short(_SHORT),
-    VList(),
     Redispatch(),
     OffsetKeyOrders(),
     QuickCrossing(),
@@ -69,9 +62,7 @@ QUICK: tuple[Part, ...] = (
     Classic(),
     OneAtATime(),
     RuleOfThumb(),
-    RoundOrders(),
     ListSchedules(),
-    Coarse(_COARSE),
     OffsetKeyOrders(always=True),
 )
 """What ranks assignments of variants, in a moment each."""

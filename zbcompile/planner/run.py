@@ -50,10 +50,8 @@ class Effort:
 
     Attributes
     ----------
-    rounds
-        Changes to rounds.
-    list_schedules, coarse_list_schedules
-        List schedules of the problem, and of the problem with each rank's stages as one.
+    list_schedules
+        List schedules.
     blocks, dispatches
         Tries of each decoder of offset keys.
     anneal
@@ -65,9 +63,7 @@ class Effort:
         Orders tried with some backwards fused.
     """
 
-    rounds: int
     list_schedules: int
-    coarse_list_schedules: int
     blocks: int
     dispatches: int
     anneal: int
@@ -80,11 +76,10 @@ class Effort:
         actions = max(1, 3 * problem.num_stages * problem.num_microbatches)
         scale = min(1.0, 1200 / actions)
         holding, several = problem.sends.holds_rank, problem.num_stages > problem.num_ranks
-        lists = _HOLDING_TRIES if holding else max(60, min(300, 150_000 // actions))
+        most, counted = (2000 * level, 3_000_000 * level) if several else (300, 150_000)
+        lists = _HOLDING_TRIES if holding else max(60, min(most, counted // actions))
         return Effort(
-            0 if holding else max(60, min(2000, 3_000_000 // actions)) * level,
             lists,
-            lists // 2,
             max(15, int(40 * scale)),
             max(60, int(800 * scale * min(3, level))),
             max(500, int(16_000 * scale * level)),
@@ -100,7 +95,7 @@ class Effort:
     def quick(problem: Problem) -> Effort:
         """Return counts for a moment: to rank placements and assignments of variants."""
         several = problem.num_stages > problem.num_ranks
-        return Effort(0, 12, 12, 6, 12 if several else 0, 0, 0, 0)
+        return Effort(12, 6, 12 if several else 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

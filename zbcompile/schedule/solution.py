@@ -33,7 +33,7 @@ class Certificate:
         The evidence of the bound, as plain JSON values (rank, windows, pair, terms of the sum).
     lineage
         How the order came to be: the parts of the planner that made it, the first from nothing, each other
-        from what the one before made (``("v_list", "fold", "anneal")``). Empty for an order from
+        from what the one before made (``("list_schedule", "fold", "anneal")``). Empty for an order from
         elsewhere. At most 64 names go into a file; nothing is concluded from them.
 
     Raises
@@ -91,8 +91,8 @@ class Solution(Pictured):
     variants
         Which variant, per stage (0: the stage itself).
     origin
-        How the order was found, in words: the lineage of a planned order (``v_list > fold > anneal``), after
-        the placement where that was chosen, too; ``imported`` and the like for others.
+        How the order was found, in words: the lineage of a planned order (``classic ZB-V > fold > anneal``),
+        after the placement where that was chosen, too; ``imported`` and the like for others.
     offered
         The profile that the variants were chosen from; None where the stages offered none. A bound over all
         assignments of variants cannot be checked without it.

@@ -95,7 +95,7 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def found_by(lineage: Sequence[str]) -> str:
-    """Write how an order came to be: ``found by v_list > fold > anneal``."""
+    """Write how an order came to be: ``found by list_schedule > fold > anneal``."""
     return f"found by {' > '.join(lineage)}"
 
 

@@ -41,8 +41,8 @@ from zbcompile.planner.plan import PartRun, plan
 from zbcompile.planner.run import Effort, Options, Run
 from zbcompile.planner.starts import classic
 from zbcompile.planner.starts.initial import one_at_a_time
+from zbcompile.planner.starts.list_schedules import ListSchedules
 from zbcompile.planner.starts.offset_key_orders import OffsetKeyOrders
-from zbcompile.planner.starts.v_list import VList
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Action, Placement, Schedule
@@ -212,8 +212,8 @@ def small_v(p: int, cap: int, m: int) -> Problem:
 
 def test_annealing_goes_on_until_the_limit_but_not_where_a_level_is_asked_for() -> None:
     """And is left out where the exact model, which uses the time too, is built."""
-    problem, effort = small_v(4, 4, 6), Effort(0, 12, 12, 6, 12, 10, 4, 0)
-    parts = (VList(), OffsetKeyOrders(), Anneal(), AnnealOn(larger_than=0))
+    problem, effort = small_v(4, 4, 6), Effort(12, 6, 12, 10, 4, 0)
+    parts = (ListSchedules(), OffsetKeyOrders(), Anneal(), AnnealOn(larger_than=0))
     seen: list[PartRun] = []
     run = Run(problem, Options(trace=seen.append), time_limit_s=1.0, effort=effort)
     search(run, parts)

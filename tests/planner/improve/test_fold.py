@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import chain, islice
 
 import pytest
 
 from tests.support.planner_cases import peer_problem, score, v_problem
+from zbcompile.planner.core.dispatch import Dispatcher
 from zbcompile.planner.core.instance import Instance, W, to_schedule
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.improve.fold import Folded, fold
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts import classic
-from zbcompile.planner.starts.v_list import v_list_orders
+from zbcompile.planner.starts.list_settings import in_order_settings, round_settings
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -166,7 +168,10 @@ def test_actions_without_length_are_folded_whole_or_not_at_all(seed: int) -> Non
     problem = Problem.of(profile, placement, rng.choice((12, 16)), cap, rng.choice(("span", "makespan")))
     instance, scorer = Instance.of(problem), Scorer(Instance.of(problem))
     orders = [codes for _, codes in classic.orders_for(problem)]
-    orders += [codes for _, _, codes in v_list_orders(instance, scorer)]
+    dispatcher = Dispatcher(instance)
+    for setting in chain(round_settings(instance), islice(in_order_settings(instance, 10**6), 9)):
+        codes = dispatcher.run(setting.keys(instance), setting.recipe)
+        orders += [codes] if codes is not None else []
     for codes in orders:
         folded = fold(instance, codes, scorer)
         if folded is not None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.support.planner_cases import random_placement, random_problem
 from zbcompile.planner.bounds.analytic import best_bound
-from zbcompile.planner.core.instance import Instance, to_codes, to_schedule
+from zbcompile.planner.core.dispatch import ALTERNATE, Dispatcher, Recipe
+from zbcompile.planner.core.instance import Codes, Instance, to_codes, to_schedule
 from zbcompile.planner.core.score import evaluate, fits
 from zbcompile.planner.starts.initial import one_at_a_time
-from zbcompile.planner.starts.list_schedule import Recipe, list_schedule
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.memory import memory_peaks
@@ -65,6 +65,17 @@ def _repair(row: list[tuple[int, int]]) -> None:
             row[k] = (kind, stage)
 
 
+def list_schedule(
+    instance: Instance, limits: tuple[int, ...], share: int, idle: tuple[int, ...]
+) -> Codes | None:
+    """One stage per rank, microbatches in order, F and B in turn; compiled and plain alike."""
+    recipe = Recipe(ALTERNATE, share, on_rank=limits, idle=idle)
+    keys = list(range(instance.num_microbatches)) * (3 * instance.num_stages)
+    plain = Dispatcher(instance, list).run(keys, recipe)
+    assert plain == Dispatcher(instance).run(keys, recipe)
+    return plain
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**6))
 def test_list_schedules_are_legal(seed: int) -> None:
@@ -72,12 +83,12 @@ def test_list_schedules_are_legal(seed: int) -> None:
     ranks, microbatches = rng.randint(1, 5), rng.randint(1, 6)
     problem = random_problem(rng, ranks=ranks, microbatches=microbatches)
     instance = Instance.of(problem)
-    recipe = Recipe(
+    codes = list_schedule(
+        instance,
         tuple(rng.randint(1, 6) for _ in range(ranks)),
         rng.choice((0, 50, 100)),
         tuple(rng.randint(0, 40) for _ in range(ranks)),
     )
-    codes = list_schedule(instance, recipe)
     assert codes is not None
     check(to_schedule(codes, problem), problem)
 
@@ -85,8 +96,8 @@ def test_list_schedules_are_legal(seed: int) -> None:
 def test_a_list_schedule_meets_the_bound_at_cap_p() -> None:
     problem = Problem.of(Profile.uniform(StageCost.simple(1, 1, 1), 16), None, 64, 32)
     instance, bound = Instance.of(problem), best_bound(problem).value_ns
-    recipe = Recipe(tuple(2 * (16 - d) for d in range(16)), 100, (bound - instance.work(0),) * 16)
-    codes = list_schedule(instance, recipe)
+    limits = tuple(2 * (16 - d) for d in range(16))
+    codes = list_schedule(instance, limits, 100, (bound - instance.work(0),) * 16)
     assert codes is not None
     assert evaluate(instance, codes) == (bound, bound)
 
@@ -94,6 +105,6 @@ def test_a_list_schedule_meets_the_bound_at_cap_p() -> None:
 def test_weights_larger_than_saved_bytes_do_not_lock_up() -> None:
     """M_W > M_B: B needs headroom of its own, so F's must leave it."""
     problem = Problem.of(Profile.uniform(StageCost.simple(3, 3, 2, 4, 7), 3), None, 6, 12)
-    codes = list_schedule(Instance.of(problem), Recipe((9, 9, 9), 100, (0, 0, 0)))
+    codes = list_schedule(Instance.of(problem), (9, 9, 9), 100, (0, 0, 0))
     assert codes is not None
     check(to_schedule(codes, problem), problem)

@@ -1,9 +1,10 @@
-"""Rounds: equal to a slow scheduler of the same rules, legal under any cap, as short as published."""
+"""List schedules in rounds: equal to a slow scheduler, legal under any cap, as short as published."""
 
 from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,19 +13,13 @@ from hypothesis import strategies as st
 from tests.support.places import DATA
 from tests.support.planner_cases import random_problem
 from zbcompile.planner.bounds.analytic import best_bound
+from zbcompile.planner.core.dispatch import ALTERNATE, B_FIRST, F_FIRST, IN_TURN, Dispatcher, Recipe
 from zbcompile.planner.core.instance import B, Codes, F, Instance, W, to_schedule
-from zbcompile.planner.core.scorer import Scorer
+from zbcompile.planner.core.scorer import Score, Scored, Scorer
 from zbcompile.planner.plan import plan
-from zbcompile.planner.starts.rounds import (
-    Rounds,
-    Setting,
-    applies,
-    largest_group,
-    mutate,
-    rounds_orders,
-    standard_settings,
-)
-from zbcompile.planner.starts.rounds_kernel import ALTERNATE, B_FIRST
+from zbcompile.planner.starts.evolve import Pool
+from zbcompile.planner.starts.list_schedules import changed
+from zbcompile.planner.starts.list_settings import Setting, is_looped, largest_group, round_settings
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -61,21 +56,33 @@ def random_setting(instance: Instance, rng: random.Random) -> Setting:
     most = instance.num_stages * instance.num_microbatches
     limits = tuple(rng.choice((rng.randint(1, 12), most)) for _ in instance.headroom)
     pending = tuple(rng.choice((rng.randint(0, 4), most)) for _ in instance.headroom)
-    return Setting(tuple(groups), limits, rng.randrange(3), rng.choice((0, 50, 100)), pending)
+    rule = rng.choice((ALTERNATE, B_FIRST, F_FIRST, IN_TURN))
+    return Setting("rounds", Recipe(rule, 0, on_rank=limits, pending=pending), tuple(groups))
+
+
+def rounds_orders(instance: Instance, rng: random.Random, tries: int) -> list[Scored]:
+    """The best orders of the first settings and of some changes to them, best first."""
+    dispatcher, scorer, room = Dispatcher(instance), Scorer(instance), largest_group(instance)
+
+    def score(setting: Setting) -> Score | None:
+        line = dispatcher.run_line(setting.keys(instance), setting.recipe)
+        return None if line is None else scorer.score_line(dispatcher.offsets, line)
+
+    pool, first = Pool(score), list(round_settings(instance))
+    for _ in pool.evolve(first, lambda old: changed(old, instance, room, rng), rng, len(first) + tries):
+        pass
+    found = [(*known, dispatcher.run(old.keys(instance), old.recipe)) for known, old in pool.best]
+    return [(value, tie, codes) for value, tie, codes in found if codes is not None]
 
 
 class Slow:
-    """The rules of the module, asked at every nanosecond."""
+    """The rules of `zbcompile.planner.core.dispatch`, asked at every nanosecond; W's fill every gap."""
 
     def __init__(self, instance: Instance, setting: Setting) -> None:
-        self.instance, self.setting = instance, setting
-        group_of = [g for g, size in enumerate(setting.groups) for _ in range(size)]
-        self.turns, self.keys = [], {}
-        for stages in instance.stages_of:
-            pairs = [(s, i) for s in stages for i in range(instance.num_microbatches)]
-            self.turns.append(sorted(pairs, key=lambda pair: (group_of[pair[1]], pair[0], pair[1])))
-            for s, i in pairs:
-                self.keys[s, i] = (group_of[i], -s, i)
+        self.instance, self.recipe = instance, setting.recipe
+        flat, m = setting.keys(instance), instance.num_microbatches
+        codes = [(kind, s, i) for kind in (F, B, W) for s in range(instance.num_stages) for i in range(m)]
+        self.keys = dict(zip(codes, flat, strict=True))
         self.ends: dict[tuple[int, int, int], int] = {}
         self.rows: Codes = [[] for _ in instance.stages_of]
         self.free = [0] * instance.num_ranks
@@ -98,49 +105,45 @@ class Slow:
 
     def choose(self, rank: int, now: int) -> tuple[int, int] | None:
         """Return what a free rank begins now."""
-        instance, setting, row = self.instance, self.setting, self.rows[rank]
+        instance, recipe, row = self.instance, self.recipe, self.rows[rank]
         stages, room = instance.stages_of[rank], instance.headroom[rank] - self.held(rank)
-        spare = max(0, *(instance.pending[s] - instance.saved[s] for s in stages))
         kinds = [kind for kind, _ in row]
-        coming, starved, ready = [], False, {}
-        if (
-            kinds.count(F) < len(self.turns[rank])
-            and kinds.count(F) - kinds.count(B) < setting.in_flight[rank]
-        ):
-            s, i = self.turns[rank][kinds.count(F)]
-            at = self.arrival(F, s, i)
-            if at is not None and at > now:
-                coming.append(at)
-            elif at is not None and instance.saved[s] + spare > room:
-                starved = True
-            elif at is not None:
-                ready[F] = s
-        arrived = []
-        for s in stages:
-            i = self.done(B, s)
-            at = self.arrival(B, s, i) if i < self.done(F, s) else None
-            if at is not None and at > now:
-                coming.append(at)
-            elif at is not None and instance.pending[s] - instance.saved[s] > room:
-                starved = True
-            elif at is not None:
-                arrived.append((self.keys[s, i], s))
-        if arrived:
-            ready[B] = min(arrived)[1]
-        split = [s for kind, s in row if kind == B]
-        late = split[kinds.count(W) :]
-        if len(late) > setting.pending[rank]:
-            return W, late[0]
-        if len(ready) == 2:
+        following = {
+            (kind, s): self.keys[kind, s, self.done(kind, s)]
+            for kind in (F, B, W)
+            for s in stages
+            if self.done(kind, s) < instance.num_microbatches
+        }
+        open_ones = [op for op in following if op[0] == B]
+        first = min((op for op in following if op[0] == F), key=lambda op: following[op], default=None)
+        if first is not None:
+            open_ones.append(first)
+        if recipe.rule == IN_TURN and open_ones:
+            open_ones = [min(open_ones, key=lambda op: following[op])]
+        spare = max(0, *(instance.pending[s] - instance.saved[s] for s in stages))
+        ready: dict[int, list[tuple[int, int]]] = {F: [], B: []}
+        for kind, s in open_ones:
+            i = self.done(kind, s)
+            at = self.arrival(kind, s, i)
+            needs = instance.saved[s] + spare if kind == F else instance.pending[s] - instance.saved[s]
+            there = at is not None and at <= now and needs <= room
+            assert recipe.on_rank is not None
+            if kind == F and kinds.count(F) - kinds.count(B) >= recipe.on_rank[rank]:
+                there = False
+            if there and (kind == F or i < self.done(F, s)):
+                ready[kind].append((following[kind, s], s))
+        waiting = [(following[W, s], s) for s in stages if self.done(W, s) < self.done(B, s)]
+        assert recipe.pending is not None
+        if kinds.count(B) - kinds.count(W) > recipe.pending[rank]:
+            return W, min(waiting)[1]
+        if ready[F] and ready[B]:
             last = next((kind for kind in reversed(kinds) if kind != W), F)
-            first = B if setting.rule == B_FIRST or (setting.rule == ALTERNATE and last == F) else F
-            return first, ready[first]
-        if ready:
-            return next(iter(ready.items()))
-        gap = min(coming) - now if coming else None
-        if late and (starved or gap is None or gap * 100 >= setting.fill * instance.weight[late[0]]):
-            return W, late[0]
-        return None
+            kind = {B_FIRST: B, F_FIRST: F}.get(recipe.rule, F + B - last)
+            return kind, min(ready[kind])[1]
+        for kind in (F, B):
+            if ready[kind]:
+                return kind, min(ready[kind])[1]
+        return (W, min(waiting)[1]) if waiting else None
 
     def run(self) -> Codes | None:
         """Return the order, or None if nothing runs any more."""
@@ -165,12 +168,15 @@ class Slow:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_rounds_equal_a_slow_scheduler(seed: int) -> None:
+    """Every W takes some time: what ends and what begins at the same instant has no order otherwise."""
     rng = random.Random(seed)
     instance = Instance.of(looped_problem(rng))
-    compiled, plain = Rounds(instance), Rounds(instance, list)
+    instance = replace(instance, weight=tuple(max(1, time) for time in instance.weight))
+    compiled, plain = Dispatcher(instance), Dispatcher(instance, list)
     for _ in range(3):
         setting = random_setting(instance, rng)
-        assert compiled.order(setting) == plain.order(setting) == Slow(instance, setting).run()
+        keys, recipe = setting.keys(instance), setting.recipe
+        assert compiled.run(keys, recipe) == plain.run(keys, recipe) == Slow(instance, setting).run()
 
 
 @settings(max_examples=60, deadline=None)
@@ -180,7 +186,7 @@ def test_rounds_are_legal_and_say_their_value(seed: int) -> None:
     rng = random.Random(seed)
     problem = looped_problem(rng)
     instance = Instance.of(problem)
-    found = rounds_orders(instance, Scorer(instance), rng, 20)
+    found = rounds_orders(instance, rng, 20)
     assert found == sorted(found, key=lambda entry: entry[:2])
     for value, _, codes in found:
         schedule = to_schedule(codes, problem)
@@ -206,19 +212,20 @@ def test_where_memory_allows_a_group_there_is_an_order(seed: int) -> None:
     )
     instance = Instance.of(problem)
     assert largest_group(instance) >= 1
-    assert rounds_orders(instance, Scorer(instance), rng, 0)
+    assert rounds_orders(instance, rng, 0)
 
 
 def test_changes_keep_settings_whole() -> None:
     rng = random.Random(0)
     instance = Instance.of(looped_problem(random.Random(4)))
     room = largest_group(instance)
-    setting = standard_settings(instance)[0]
+    setting = next(round_settings(instance))
     for _ in range(500):
-        setting = mutate(setting, instance, room, rng)
+        setting = changed(setting, instance, room, rng)
         assert sum(setting.groups) == instance.num_microbatches
         assert 1 <= min(setting.groups) <= max(setting.groups) <= max(room, 1)
-        assert min(setting.in_flight) >= 0 <= min(setting.pending)
+        assert setting.recipe.on_rank is not None
+        assert min(setting.recipe.on_rank) >= 0 <= setting.recipe.share
 
 
 def published(p: int, v: int, m: int) -> Problem:
@@ -232,7 +239,7 @@ def published(p: int, v: int, m: int) -> Problem:
 def test_published_times_are_solved_by_the_standard_settings(p: int, v: int, m: int) -> None:
     problem = published(p, v, m)
     instance = Instance.of(problem)
-    value, _, codes = rounds_orders(instance, Scorer(instance), random.Random(0), 0)[0]
+    value, _, codes = rounds_orders(instance, random.Random(0), 0)[0]
     check(to_schedule(codes, problem), problem)
     assert value == best_bound(problem).value_ns
 
@@ -262,21 +269,19 @@ def target(name: str, cap: str) -> Problem:
 def test_standard_settings_reach_the_best_known_values(name: str, cap: str, best_ms: float) -> None:
     """At most .2 % longer; at ``interleaved 1F1B`` each rank's cap is its own peak under that order."""
     instance = Instance.of(target(name, cap))
-    value, _, _ = rounds_orders(instance, Scorer(instance), random.Random(0), 0)[0]
+    value, _, _ = rounds_orders(instance, random.Random(0), 0)[0]
     assert value <= best_ms * 1_000_000 * 1.002
 
 
 def test_plan_takes_rounds_and_proves_them() -> None:
     solution = plan(published(4, 4, 16), time_limit_s=60)
-    assert solution.origin == "rounds"
+    assert solution.origin == "list_schedule rounds"
     assert solution.certificate.status == "OPTIMAL"
 
 
-def test_rounds_are_for_looped_placements_alone() -> None:
+def test_which_placements_are_looped() -> None:
     stage = StageCost.simple(2, 2, 1, 2, 1)
     for placement in (Placement.linear(4), Placement.v(2), Placement((0, 0, 1, 1))):
-        instance = Instance.of(Problem.of(Profile.uniform(stage, 4, 0), placement, 4))
-        assert not applies(instance)
-        assert rounds_orders(instance, Scorer(instance), random.Random(0), 5) == []
+        assert not is_looped(Instance.of(Problem.of(Profile.uniform(stage, 4, 0), placement, 4)))
     uneven = Problem.of(Profile.uniform(stage, 5, 0), Placement((0, 1, 0, 1, 0)), 4)
-    assert applies(Instance.of(uneven))
+    assert is_looped(Instance.of(uneven))

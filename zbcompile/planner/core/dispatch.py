@@ -1,28 +1,92 @@
-"""Keyed dispatch: a priority per action becomes an order that fits.
+"""Dispatch: priorities and a few limits become an order that fits.
 
-Giffler and Thompson (Operations Research 8, 1960): of the rank that could complete something first, the
-dispatch runs the action with the smallest key among those that could start before that. An F leaves headroom
-for what may follow at once: one F of every deeper stage of its rank that still has F's, then their B's and
-its own, the deepest first, each with its W. In a chain of stages memory therefore never locks up, and nothing
-that fits one microbatch after the other is held back (`zbcompile.schedule.memory` says what they hold).
+Giffler and Thompson (Operations Research 8, 1960): the rank that could complete something first runs an
+action that could start before that. Which one, a rule says:
+
+- `BY_KEY`: the one with the smallest key. An F leaves headroom for what may follow at once: one F of every
+  deeper stage of its rank that still has F's, then their B's and its own, the deepest first, each with its W.
+  In a chain of stages memory therefore never locks up, and nothing that fits one microbatch after the other
+  is held back (`zbcompile.schedule.memory` says what they hold).
+- `ALTERNATE`, `B_FIRST`, `F_FIRST`: a rank runs its F's **strictly** in the order of their keys and waits for
+  the next one; of the B's that have arrived it runs the one with the smallest key. Where an F and a B are
+  there, it runs the other kind than last, or always a B, or an F.
+- `IN_TURN`: a rank runs its F's and B's strictly in the order of their keys.
+
+By all rules but the first, a W runs where the rank would wait, and where memory lets neither F nor B begin.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from zbcompile.planner.core.compiled import Vector, jit, vector
+from zbcompile.planner.core.compiled import MakeVector, Vector, jit, vector
 from zbcompile.planner.core.instance import Codes, Instance
 from zbcompile.planner.core.tables import Tables, unpack
 
-__all__ = ["Dispatcher", "arrival_of", "dispatch_pays"]
+__all__ = [
+    "ALTERNATE",
+    "BY_KEY",
+    "B_FIRST",
+    "F_FIRST",
+    "IN_TURN",
+    "Dispatcher",
+    "Recipe",
+    "Windows",
+    "dispatch_pays",
+]
+
+BY_KEY, IN_TURN, ALTERNATE, B_FIRST, F_FIRST = 0, 1, 2, 3, 4
 
 _FAR = 1 << 60
 _MOST_STEPS = 30_000_000
 
+Windows = tuple[tuple[int, int], ...]
+"""Per rank (head, tail): how many microbatches are split at the start and at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How actions are chosen, beside their keys. ``None`` is no limit.
+
+    Attributes
+    ----------
+    rule
+        `BY_KEY`, `IN_TURN`, `ALTERNATE`, `B_FIRST` or `F_FIRST`.
+    share
+        Hundredths of a W that a gap must last before a W fills it.
+    in_flight
+        Most microbatches between F and B per stage.
+    on_rank
+        The same per rank, for all of its stages together.
+    pending
+        Most W's waiting per rank.
+    idle
+        Idle time in ns per rank, between its first and last action, before W's fill every gap.
+    windows
+        Split windows; backwards outside them run fused. All are split where left out.
+    """
+
+    rule: int = BY_KEY
+    share: int = 100
+    in_flight: tuple[int, ...] | None = None
+    on_rank: tuple[int, ...] | None = None
+    pending: tuple[int, ...] | None = None
+    idle: tuple[int, ...] | None = None
+    windows: Windows | None = None
+
+    def flat(self, instance: Instance) -> list[int]:
+        """Return S numbers for ``in_flight`` and p each for the others, heads and tails apart."""
+        S, p, m = instance.num_stages, instance.num_ranks, instance.num_microbatches
+        limits = [*(self.in_flight or (m,) * S)]
+        for row in (self.on_rank, self.pending, self.idle):
+            limits += row or (_FAR,) * p
+        windows = self.windows or ((m, m),) * p
+        return limits + [head for head, _ in windows] + [tail for _, tail in windows]
+
 
 @jit
-def arrival_of(t: Tables, code: int, i: int, ends: Vector) -> int:
+def _arrival(t: Tables, code: int, i: int, ends: Vector) -> int:
     """Return when the messages for an F or B are there, or -1 if one of them has not been sent yet."""
     S, m = t.num_stages, t.num_microbatches
     latest = 0
@@ -42,116 +106,221 @@ def arrival_of(t: Tables, code: int, i: int, ends: Vector) -> int:
 
 
 @jit
-def _candidate(
-    t: Tables,
+def _look(
+    S: int,
+    p: int,
+    m: int,
     r: int,
+    own_at: Vector,
+    own: Vector,
+    lengths: Vector,
+    memory: Vector,
+    peak: Vector,
+    room: int,
     keys: Vector,
-    in_flight: Vector,
+    rule: int,
     share: int,
-    free: Vector,
-    held: Vector,
+    limits: Vector,
+    state: Vector,
     done: Vector,
-    ends: Vector,
-    found: Vector,
+    arrivals: Vector,
 ) -> None:
-    """Find the best action of a rank: found[2 r] = its earliest completion, found[2 r + 1] = its code."""
-    S, m = t.num_stages, t.num_microbatches
-    soonest, chosen = _FAR, -1
+    """Find what a rank could complete first, and when: ``state[p + r]`` and ``state[r]``.
+
+    ``room`` is the headroom that it has left. Two passes over its stages: what could start or end first, then
+    what goes before that.
+    """
+    free, begin, end = state[2 * p + r], own_at[r], own_at[r + 1]
+    head, tail = limits[S + 3 * p + r], m - limits[S + 4 * p + r]
+    turn, reserve, pending, ahead, least = -1, 0, 0, 0, _FAR
+    if rule != BY_KEY:
+        for e in range(begin, end):
+            s = own[e]
+            reserve = max(reserve, peak[S + s])
+            ahead += done[s] - done[S + s]
+            pending += done[S + s] - done[2 * S + s]
+            if done[s] < m and keys[s * m + done[s]] < least:
+                least = keys[s * m + done[s]]
+                turn = s
+            if rule == IN_TURN and done[S + s] < m and keys[(S + s) * m + done[S + s]] < least:
+                least = keys[(S + s) * m + done[S + s]]
+                turn = S + s
+    soonest, starved = _FAR, False
+    forward, backward, weight = -1, -1, -1
     for phase in range(2):
-        least = _FAR
-        for e in range(t.own_at[r], t.own_at[r + 1]):
-            s = t.own[e]
+        first_f, first_b, first_w = _FAR, _FAR, _FAR
+        for e in range(begin, end):
+            s = own[e]
             for kind in range(3):
-                code = kind * S + s
-                i = done[code]
-                ready = free[r]
-                if i == m:
+                code, i = kind * S + s, done[kind * S + s]
+                if i == m or (kind > 0 and i >= done[code - S]):
                     continue
-                if kind == 0:
-                    if done[s] - done[S + s] >= in_flight[s]:
-                        continue
-                    forwards, most = t.memory[code], max(t.peak[code], t.memory[code] + t.peak[S + s])
-                    for d in range(e + 1, t.own_at[r + 1]):
-                        if done[t.own[d]] < m:
-                            forwards += t.memory[t.own[d]]
-                            most = max(most, forwards + t.peak[S + t.own[d]])
-                    if held[r] + most > t.headroom[r]:
-                        continue
-                elif i >= done[code - S] or held[r] + t.peak[code] > t.headroom[r]:
+                in_turn = (kind == 0 and rule != BY_KEY) or (kind == 1 and rule == IN_TURN)
+                if in_turn and (code != turn or (kind == 0 and ahead >= limits[S + r])):
                     continue
+                key, ready, most = keys[code * m + i], free, peak[code]
                 if kind < 2:
-                    arrival = arrival_of(t, code, i, ends)
-                    if arrival < 0:
+                    if arrivals[code] < 0:
                         continue
-                    ready = max(ready, arrival)
-                length = t.length[code]
-                if kind == 2:
-                    length = length * share // 100
+                    ready = max(ready, arrivals[code])
+                if kind == 0:
+                    if i - done[S + s] >= limits[s]:
+                        continue
+                    if rule == BY_KEY:
+                        forwards = memory[code]
+                        most = max(most, forwards + peak[S + s])
+                        for d in range(e + 1, end):
+                            if done[own[d]] < m:
+                                forwards += memory[own[d]]
+                                most = max(most, forwards + peak[S + own[d]])
+                    else:
+                        most = max(most, memory[code] + reserve)
+                elif kind == 1 and head <= i < tail:
+                    code = 3 * S + s
+                    most = peak[code]
+                if most > room:
+                    starved = starved or ready == free
+                    continue
+                length = 0
+                if rule == BY_KEY:
+                    length = lengths[code]
+                    if kind == 2:
+                        length = length * share // 100
+                elif kind == 2:
+                    if key < first_w:
+                        first_w = key
+                        weight = code
+                    continue
                 if phase == 0:
                     soonest = min(soonest, ready + length)
-                elif (ready < soonest or ready + length == soonest) and keys[code * m + i] < least:
-                    least = keys[code * m + i]
-                    chosen = code
-    found[2 * r] = soonest
-    found[2 * r + 1] = chosen
+                elif ready < soonest or ready + length == soonest:
+                    if kind == 0 and key < first_f:
+                        first_f = key
+                        forward = code
+                    elif kind == 1 and key < first_b:
+                        first_b = key
+                        backward = code
+                    elif kind == 2 and key < first_w:
+                        first_w = key
+                        weight = code
+    state[r] = soonest
+    state[p + r] = weight
+    if rule == BY_KEY:
+        if first_b <= first_w:
+            state[p + r] = backward
+        if first_f <= min(first_b, first_w):
+            state[p + r] = forward
+        return
+    if weight >= 0:
+        gap, idle = soonest - free, 0
+        if state[4 * p + r] > 0:
+            idle = state[5 * p + r] + gap
+        fills = soonest == _FAR or gap * 100 >= share * lengths[weight] or idle > limits[S + 2 * p + r]
+        if pending > limits[S + p + r] or (gap > 0 and (starved or fills)):
+            state[r] = free + lengths[weight]
+            return
+    state[p + r] = backward
+    turned = rule == ALTERNATE and state[6 * p + r] == 1
+    if backward < 0 or (forward >= 0 and (rule == F_FIRST or turned)):
+        state[p + r] = forward
+    if soonest < _FAR:
+        state[r] = soonest + lengths[state[p + r]]
 
 
 @jit
-def _run(
+def _place(
     t: Tables,
     keys: Vector,
-    in_flight: Vector,
+    rule: int,
     share: int,
-    line: Vector,
+    limits: Vector,
     offsets: Vector,
-    free: Vector,
-    held: Vector,
+    line: Vector,
+    state: Vector,
     done: Vector,
     ends: Vector,
-    found: Vector,
+    arrivals: Vector,
+    again: Vector,
 ) -> int:
-    """Fill ``line`` rank by rank; return the number of actions placed."""
+    """Fill ``line`` rank by rank; return the number of actions placed.
+
+    Parameters
+    ----------
+    t
+        The problem.
+    keys, rule, share, limits
+        As `Recipe` and `Dispatcher.run_line` say.
+    offsets, line
+        Where each rank's row begins, and all codes in a row.
+    state
+        7 p elements. Per rank: when it could complete something first, and which code; when it is free; bytes
+        held; actions placed; idle time in ns; whether it ran a B after its last F.
+    done, ends, arrivals
+        3 S, 2 S m and 2 S elements: actions done of every code, ends of F's and B's, and when the messages
+        for the next F or B are there (-1: not known yet).
+    again
+        S + p elements: the ranks that look for their next action again.
+    """
     S, p, m = t.num_stages, t.num_ranks, t.num_microbatches
     for k in range(2 * S * m):
         ends[k] = -1
-    for k in range(4 * S):
+    for k in range(3 * S):
         done[k] = 0
+    for k in range(7 * p):
+        state[k] = 0
+    for code in range(2 * S):
+        arrivals[code] = -1
     for r in range(p):
-        free[r] = 0
-        held[r] = 0
-        free[p + r] = offsets[r]
-    for r in range(p):
-        _candidate(t, r, keys, in_flight, share, free, held, done, ends, found)
-    placed = 0
-    while placed < 3 * S * m:
+        again[r] = r
+    count = p
+    for placed in range(len(line)):
+        for k in range(count):
+            r = again[k]
+            for e in range(t.own_at[r], t.own_at[r + 1]):
+                for side in range(2):
+                    code = side * S + t.own[e]
+                    if arrivals[code] < 0 and done[code] < m:
+                        arrivals[code] = _arrival(t, code, done[code], ends)
+            room = t.headroom[r] - state[3 * p + r]
+            _look(
+                S, p, m, r, t.own_at, t.own, t.length, t.memory, t.peak, room,
+                keys, rule, share, limits, state, done, arrivals,
+            )  # fmt: skip
         r = 0
         for q in range(1, p):
-            if found[2 * q] < found[2 * r]:
+            if state[q] < state[r]:
                 r = q
-        code = found[2 * r + 1]
-        if found[2 * r] == _FAR or code < 0:
+        if state[r] == _FAR:
             return placed
+        code = state[p + r]
         kind = code // S
         s = code - kind * S
-        i = done[code]
-        if kind < 2:
-            free[r] = max(free[r], arrival_of(t, code, i, ends))
-        free[r] += t.length[code]
-        held[r] += t.memory[code]
-        done[code] += 1
-        if kind < 2:
-            ends[code * m + i] = free[r]
-        line[free[p + r]] = code
-        free[p + r] += 1
-        placed += 1
-        _candidate(t, r, keys, in_flight, share, free, held, done, ends, found)
-        if kind == 0:
-            for a in range(t.after_forward_at[s], t.after_forward_at[s + 1]):
-                _candidate(t, t.after_forward[a], keys, in_flight, share, free, held, done, ends, found)
-        elif kind == 1:
-            for a in range(t.after_backward_at[s], t.after_backward_at[s + 1]):
-                _candidate(t, t.after_backward[a], keys, in_flight, share, free, held, done, ends, found)
-    return placed
+        side = kind if kind < 3 else 1
+        start = state[2 * p + r]
+        if side < 2:
+            start = max(start, arrivals[side * S + s])
+        if state[4 * p + r] > 0:
+            state[5 * p + r] += start - state[2 * p + r]
+        line[offsets[r] + state[4 * p + r]] = code
+        state[2 * p + r] = start + t.length[code]
+        state[3 * p + r] += t.memory[code]
+        state[4 * p + r] += 1
+        count, low, high = 1, 0, 0
+        again[0] = r
+        if side < 2:
+            ends[(side * S + s) * m + done[side * S + s]] = state[2 * p + r]
+            state[6 * p + r] = side
+            arrivals[side * S + s] = -1
+            low, high = t.after_forward_at[s], t.after_forward_at[s + 1]
+            if side == 1:
+                low, high = t.after_backward_at[s], t.after_backward_at[s + 1]
+        done[side * S + s] += 1
+        if kind == 3:
+            done[2 * S + s] += 1
+        for e in range(low, high):
+            again[count] = t.after_forward[e] if side == 0 else t.after_backward[e]
+            count += 1
+    return len(line)
 
 
 def dispatch_pays(instance: Instance) -> bool:
@@ -164,61 +333,68 @@ def dispatch_pays(instance: Instance) -> bool:
 
 
 class Dispatcher:
-    """Dispatch for one problem; keys and limits change from run to run.
+    """Dispatch for one problem; keys and recipes change from run to run.
 
-    Attributes
+    Parameters
     ----------
     instance
         The problem.
+    vector
+        Makes the buffers; with ``list`` nothing is compiled.
+
+    Attributes
+    ----------
+    instance, vector
+        The same.
     offsets
-        Where each rank's row begins in the lines that `run_line` returns.
+        Where each rank's row begins in the line that `run_line` returned last.
     """
 
-    def __init__(self, instance: Instance) -> None:
-        self.instance, self.tables = instance, Tables.of(instance)
+    def __init__(self, instance: Instance, vector: MakeVector = vector) -> None:
+        self.instance, self.tables, self.vector = instance, Tables.of(instance, vector), vector
         S, p, m = instance.num_stages, instance.num_ranks, instance.num_microbatches
-        sizes = [3 * m * len(stages) for stages in instance.stages_of]
-        self.offsets = vector([sum(sizes[:r]) for r in range(p + 1)])
-        self.line = vector([0] * sum(sizes))
-        self.free, self.held, self.found = (vector([0] * (2 * p)) for _ in range(3))
-        self.done, self.ends = vector([0] * (4 * S)), vector([0] * (2 * S * m))
+        sizes = (7 * p, 3 * S, 2 * S * m, 2 * S, S + p)
+        self.buffers = tuple(vector([0] * size) for size in sizes)
+        self.offsets = vector([0])
 
-    def run(self, keys: Sequence[int], in_flight: Sequence[int], share: int = 100) -> Codes | None:
+    def run(self, keys: Sequence[int], recipe: Recipe) -> Codes | None:
         """Return `run_line` as an order of its own."""
-        line = self.run_line(keys, in_flight, share)
-        return None if line is None else unpack(self.instance, self.offsets, line)
+        line = self.run_line(keys, recipe)
+        return None if line is None else self.unpacked(line)
 
-    def run_line(self, keys: Sequence[int], in_flight: Sequence[int], share: int = 100) -> Vector | None:
-        """Return the codes in a row, valid until the next run.
+    def unpacked(self, line: Vector) -> Codes:
+        """Return the order in a line that `run_line` returned last."""
+        return unpack(self.instance, self.offsets, line)
+
+    def run_line(self, keys: Sequence[int], recipe: Recipe) -> Vector | None:
+        """Return the codes in a row.
 
         Parameters
         ----------
         keys
             Key per (kind, stage, microbatch), in that order, kinds F, B, W; the smaller goes first.
-        in_flight
-            Most microbatches in flight per stage.
-        share
-            Hundredths of a W that a gap must last before a W with a later key may fill it.
+        recipe
+            How actions are chosen.
 
         Returns
         -------
         Vector or None
             ``None`` if the limits leave the dispatch stuck.
         """
-        t = self.tables
-        placed = _run(
-            t,
-            vector(keys),
-            vector(in_flight),
-            share,
-            self.line,
+        instance, make, m = self.instance, self.vector, self.instance.num_microbatches
+        windows = recipe.windows or ((m, m),) * instance.num_ranks
+        begin = [0]
+        for stages, (head, tail) in zip(instance.stages_of, windows, strict=True):
+            begin.append(begin[-1] + len(stages) * (3 * m - max(0, m - head - tail)))
+        self.offsets, line, limits = make(begin), make([0] * begin[-1]), make(recipe.flat(instance))
+        placed = _place(
+            self.tables,
+            make(keys),
+            recipe.rule,
+            recipe.share,
+            limits,
             self.offsets,
-            self.free,
-            self.held,
-            self.done,
-            self.ends,
-            self.found,
+            line,
+            *self.buffers,
         )
-        if int(placed) < 3 * t.num_stages * t.num_microbatches:
-            return None
-        return self.line
+        return line if int(placed) == len(line) else None

@@ -13,6 +13,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from zbcompile.planner.core.dispatch import ALTERNATE, Dispatcher, Recipe
 from zbcompile.planner.core.early_weights import fitted
 from zbcompile.planner.core.instance import Codes, Fusing, Instance, W, shaped
 from zbcompile.planner.core.paths import Paths
@@ -36,7 +37,7 @@ from zbcompile.planner.starts.fused_patterns import (
     some_by_rule,
     window_choices,
 )
-from zbcompile.planner.starts.list_schedule import Recipe, list_schedule, standard_limits
+from zbcompile.planner.starts.list_settings import standard_limits
 from zbcompile.planner.starts.offset_key_orders import offset_key_orders
 from zbcompile.schedule.semantics import SendMode
 
@@ -193,15 +194,16 @@ class _Search:
     def list_schedules(self) -> Iterator[Order]:
         """Try the list scheduler with each choice of split windows."""
         instance = self.instance
-        paths = Paths.of(instance)
-        trips = [paths.f_to_b(stages[0], stages[0]) for stages in instance.stages_of]
-        budget = tuple(max(0, self.run.bound.value_ns - instance.work(r)) for r in range(instance.num_ranks))
+        dispatcher = Dispatcher(instance)
+        idle = tuple(max(0, self.run.bound.value_ns - instance.work(r)) for r in range(instance.num_ranks))
+        keys = list(range(instance.num_microbatches)) * (3 * instance.num_stages)
         for windows in window_choices(instance):
-            for limits in standard_limits(instance, trips):
-                for theta in (100, 50, 0):
+            for limits in standard_limits(instance, Paths.of(instance)):
+                for share in (100, 50, 0):
                     if self.over:
                         return
-                    codes = list_schedule(instance, Recipe(limits, theta, budget, windows))
+                    recipe = Recipe(ALTERNATE, share, on_rank=limits, idle=idle, windows=windows)
+                    codes = dispatcher.run(keys, recipe)
                     if codes is not None and self.take(codes, "list schedule"):
                         yield self.found()
 

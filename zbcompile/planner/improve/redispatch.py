@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from zbcompile.planner.core.dispatch import Dispatcher, dispatch_pays
+from zbcompile.planner.core.dispatch import Dispatcher, Recipe, dispatch_pays
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W, is_chain
 from zbcompile.planner.core.score import latest_starts
 from zbcompile.planner.core.scorer import Scored, Scorer
@@ -53,7 +53,7 @@ class Redispatch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recipe:
+class _Shifts:
     """Parameters of one dispatch.
 
     Attributes
@@ -63,7 +63,7 @@ class _Recipe:
     in_flight
         Most microbatches in flight per stage.
     share
-        As in `Dispatcher.run_line`.
+        As in `Recipe`.
     """
 
     shift: tuple[int, ...]
@@ -112,9 +112,9 @@ def redispatched(
     rows = [[starts[kind, s, i] for i in range(m)] for kind in (F, B, W) for s in range(S)]
     longest = max(instance.weight)
     most = _in_flight(instance, codes)
-    pool: list[tuple[tuple[int, int], _Recipe, Codes]] = []
+    pool: list[tuple[tuple[int, int], _Shifts, Codes]] = []
     first = [
-        _Recipe((0,) * (2 * S) + (late * longest,) * S, in_flight, share)
+        _Shifts((0,) * (2 * S) + (late * longest,) * S, in_flight, share)
         for in_flight in ((m,) * S, most)
         for late in _LATE
         for share in _SHARES
@@ -129,7 +129,7 @@ def redispatched(
         else:
             recipe = _mutate(pool[rng.randrange(min(4, len(pool)))][1], most, longest, m, rng)
         keys = [key + late for row, late in zip(rows, recipe.shift, strict=True) for key in row]
-        line = dispatcher.run_line(keys, recipe.in_flight, recipe.share)
+        line = dispatcher.run_line(keys, Recipe(share=recipe.share, in_flight=recipe.in_flight))
         score = None if line is None else scorer.score_line(dispatcher.offsets, line)
         if line is None or score is None or (len(pool) == 16 and score >= pool[-1][0]):
             continue
@@ -139,7 +139,7 @@ def redispatched(
     return [(*score, made) for score, _, made in pool[:3]]
 
 
-def _mutate(recipe: _Recipe, most: tuple[int, ...], longest: int, m: int, rng: random.Random) -> _Recipe:
+def _mutate(recipe: _Shifts, most: tuple[int, ...], longest: int, m: int, rng: random.Random) -> _Shifts:
     """Return the recipe with one to three changes.
 
     A row or some neighbouring rows move by up to three halves of a W, one stage's microbatches in flight

@@ -1,4 +1,4 @@
-"""The orders of the literature for one stage per rank, and all that fit a placement (`orders_for`).
+"""The orders of the literature for one stage or neighbouring stages per rank, and all of them (`orders_for`).
 
 GPipe (arXiv 1811.06965), 1F1B (arXiv 1806.03377), ZB-H1 and ZB-H2 (arXiv 2401.10241, section 2.1). Orders for
 several stages per rank are in `zbcompile.planner.starts.classic_loops`.
@@ -62,6 +62,20 @@ def _alternate(stage: int, warm_up: int, m: int, waiting: int | None) -> list[tu
     return row + [(W, stage)] * pending
 
 
+def _taken_apart(codes: Codes, placement: Placement) -> Codes:
+    """Return an order of one stage per rank as one of several, neighbours all of them.
+
+    A rank's stages run their F's one after the other, their B's in reverse and their W's in reverse::
+
+        F B W  -->  F0 F1 B1 B0 W1 W0
+    """
+    result: Codes = []
+    for rank, row in enumerate(codes):
+        stages = placement.stages_of(rank)
+        result.append([(kind, s) for kind, _ in row for s in (stages if kind == F else stages[::-1])])
+    return result
+
+
 def orders_for(problem: Problem) -> list[tuple[str, Codes]]:
     """Return (name, order) of every published order for the problem's placement, best first.
 
@@ -70,13 +84,9 @@ def orders_for(problem: Problem) -> list[tuple[str, Codes]]:
     p, m, placement = problem.num_ranks, problem.num_microbatches, problem.placement
     per_rank = problem.num_stages // p
     found: list[tuple[str, Codes | None]] = []
-    if placement == Placement.linear(p):
-        found = [
-            ("ZB-H2", zb_h2(p, m)),
-            ("ZB-H1", zb_h1(p, m)),
-            ("1F1B", one_f_one_b(p, m)),
-            ("GPipe", gpipe(p, m)),
-        ]
+    if list(placement.rank_of) == sorted(placement.rank_of):
+        makers = (("ZB-H2", zb_h2), ("ZB-H1", zb_h1), ("1F1B", one_f_one_b), ("GPipe", gpipe))
+        found = [(name, _taken_apart(make(p, m), placement)) for name, make in makers]
     elif problem.num_stages == per_rank * p and placement == Placement.looped(p, per_rank):
         found = [
             ("InterleavedZeroBubble", interleaved(p, per_rank, m, zero_bubble=True)),

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, get_args
 
+from zbcompile.planner.core.dispatch import Windows
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
 from zbcompile.planner.core.paths import Paths
-from zbcompile.planner.starts.list_schedule import Windows
 
 __all__ = [
     "FusedPattern",

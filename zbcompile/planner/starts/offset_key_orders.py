@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from zbcompile.planner.core.dispatch import Dispatcher, dispatch_pays
+from zbcompile.planner.core.dispatch import Dispatcher, Recipe, dispatch_pays
 from zbcompile.planner.core.instance import Codes, Instance
 from zbcompile.planner.core.scorer import Scored, Scorer
 from zbcompile.planner.core.tables import unpack
@@ -106,7 +106,7 @@ def dispatched_orders(
                     s = rng.randrange(len(in_flight))
                     in_flight[s] = max(1, in_flight[s] + rng.choice((-1, 1)))
             keys, _ = offset_keys.keys(instance)
-        line = dispatcher.run_line(keys, in_flight, offset_keys.share)
+        line = dispatcher.run_line(keys, Recipe(share=offset_keys.share, in_flight=tuple(in_flight)))
         score = None if line is None else scorer.score_line(dispatcher.offsets, line)
         if score is None or (len(pool) == 16 and score >= pool[-1][:2]):
             continue
@@ -137,7 +137,7 @@ def standard_orders(
                 if stop():
                     break
                 limits = [limit + more for limit in in_flight]
-                line = dispatcher.run_line(keys, limits, offset_keys.share)
+                line = dispatcher.run_line(keys, Recipe(share=offset_keys.share, in_flight=tuple(limits)))
                 score = None if line is None else scorer.score_line(dispatcher.offsets, line)
                 if line is not None and score is not None and score not in found:
                     found[score] = unpack(instance, dispatcher.offsets, line)

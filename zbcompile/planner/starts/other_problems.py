@@ -1,9 +1,4 @@
-"""Starts from plans of other problems: coarser, shorter, or with another send mode.
-
-A rank's stages in a row run their F's one after the other, their B's in reverse and their W's in reverse. So
-an order of the coarsened problem, with one stage per rank, becomes an order of the problem itself::
-
-    F B W  -->  F0 F1 B1 B0 W1 W0
+"""Starts from plans of other problems: shorter, or with another send mode.
 
 Of a plan for few microbatches the middle is repeated. A plan for another send mode is taken as it is, which
 may hang here or take longer, and dispatched anew.
@@ -15,16 +10,13 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from zbcompile.planner.core.instance import Codes, F
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.parts import Part, planned
 from zbcompile.planner.run import Effort, Run
 from zbcompile.planner.starts.held_dispatch import dispatched_anew
 from zbcompile.planner.starts.stretch import stretch
-from zbcompile.schedule.coarsen import coarsened
-from zbcompile.schedule.problem import Problem
 
-__all__ = ["Coarse", "OtherMode", "Short", "coarse_problem", "is_long", "taken_apart"]
+__all__ = ["OtherMode", "Short", "is_long"]
 
 _LONG = 2500
 """Actions beyond which several stages per rank are planned short first."""
@@ -37,61 +29,6 @@ _MOST_STEPS = 50_000
 
 _BASES = 2
 """Orders whose times become keys."""
-
-
-@dataclass(frozen=True, slots=True)
-class Coarse:
-    """A plan of the coarsened problem, taken apart.
-
-    Attributes
-    ----------
-    parts
-        What plans the coarsened problem.
-    """
-
-    parts: tuple[Part, ...]
-    name: str = "coarse"
-    instant: bool = False
-
-    def applies(self, run: Run) -> bool:
-        """Return whether some rank has several stages, neighbours all of them."""
-        return coarse_problem(run.problem) is not None
-
-    def propose(self, run: Run) -> Iterator[Order]:
-        """Yield every order of the coarsened problem that is known after a third of the time left."""
-        coarse = coarse_problem(run.problem)
-        assert coarse is not None
-        effort = replace(run.effort, list_schedules=run.effort.coarse_list_schedules)
-        inner = run.inner(coarse, run.seconds_left / 3, effort)
-        for order in planned(inner, self.parts):
-            yield order.then(self.name, taken_apart(order.codes, run.problem))
-
-
-def coarse_problem(problem: Problem) -> Problem | None:
-    """Return the problem with each rank's stages joined into one.
-
-    Returns
-    -------
-    Problem or None
-        ``None`` if every rank has one stage already, if a rank's stages are not neighbours, or if the stages
-        are not a plain chain.
-    """
-    rank_of, edges = problem.placement.rank_of, problem.profile.edges
-    if list(rank_of) != sorted(rank_of) or len(rank_of) == problem.num_ranks:
-        return None
-    chain = all(e.target == e.source + 1 and e.has_gradient for e in edges)
-    if not chain or len(edges) != len(rank_of) - 1:
-        return None
-    return coarsened(problem, problem.placement)
-
-
-def taken_apart(codes: Codes, problem: Problem) -> Codes:
-    """Return an order of the coarsened problem as one of ``problem`` itself."""
-    result: Codes = []
-    for rank, row in enumerate(codes):
-        stages = problem.placement.stages_of(rank)
-        result.append([(kind, s) for kind, _ in row for s in (stages if kind == F else stages[::-1])])
-    return result
 
 
 def is_long(run: Run) -> bool:
@@ -127,7 +64,7 @@ class Short:
         """Yield the orders with a middle that repeats, grown, then the best two others stretched."""
         count, m = _count(run), run.instance.num_microbatches
         problem = run.problem.with_(num_microbatches=count)
-        effort = replace(Effort.of(problem, max(1, run.level // 2)), rounds=0)
+        effort = replace(Effort.of(problem, max(1, run.level // 2)), list_schedules=120)
         inner = run.inner(problem, max(0.0, run.seconds_left * 0.6), effort)
         found = list(planned(inner, self.parts))
         for order in inner.folded:
@@ -168,8 +105,11 @@ class OtherMode:
         assert other is not None
         problem = run.problem.with_(transport=other.name)
         inner = run.inner(problem, run.seconds_left / 3)
-        orders = list(planned(inner, self.parts()))
-        for order in (*orders, *(() if inner.holds_rank else inner.pool)):
+        orders = []
+        for order in planned(inner, self.parts()):
+            orders.append(order)
+            yield order.then(self.name, order.codes)
+        for order in () if inner.holds_rank else inner.pool:
             yield order.then(self.name, order.codes)
         if run.actions * run.instance.num_ranks > _MOST_STEPS:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from zbcompile.planner.core.dispatch import Dispatcher
+from zbcompile.planner.core.dispatch import Dispatcher, Recipe
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, Op, W
 from zbcompile.planner.core.score import latest_starts
 from zbcompile.planner.core.scorer import Scorer
@@ -103,4 +103,4 @@ def _dispatched(instance: Instance, dispatcher: Dispatcher, times: dict[Op, int]
     """Return the order that keyed dispatch makes of the times, or ``None``."""
     m = instance.num_microbatches
     keys = [times[kind, s, i] for kind in (F, B, W) for s in range(instance.num_stages) for i in range(m)]
-    return dispatcher.run(keys, [m] * instance.num_stages)
+    return dispatcher.run(keys, Recipe())

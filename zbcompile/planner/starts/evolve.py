@@ -1,0 +1,80 @@
+"""Evolution: the best few of some first settings are changed at random, again and again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from typing import Generic, TypeVar
+
+from zbcompile.planner.core.scorer import Score
+
+__all__ = ["Pool"]
+
+T = TypeVar("T")
+
+
+class Pool(Generic[T]):
+    """The best settings so far, one per score.
+
+    Parameters
+    ----------
+    score
+        Returns a setting's score, or ``None`` if it makes no order.
+    most
+        How many are kept.
+    changed
+        How many of them, best first, are changed.
+
+    Attributes
+    ----------
+    best
+        (score, setting), best first.
+    """
+
+    def __init__(self, score: Callable[[T], Score | None], most: int = 16, changed: int = 8) -> None:
+        self.score, self.most, self.changed = score, most, changed
+        self.best: list[tuple[Score, T]] = []
+
+    def take(self, setting: T) -> bool:
+        """Score a setting, keep it if it is good enough, and return whether it is the best now."""
+        score = self.score(setting)
+        if score is None or any(score == known for known, _ in self.best):
+            return False
+        self.best = sorted([*self.best, (score, setting)], key=lambda entry: entry[0])[: self.most]
+        return self.best[0][0] == score
+
+    def evolve(
+        self,
+        first: Iterable[T],
+        change: Callable[[T], T],
+        rng: random.Random,
+        tries: int,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Iterator[T]:
+        """Yield every setting that is better than all before.
+
+        Parameters
+        ----------
+        first
+            Settings to begin with.
+        change
+            Returns a setting with a few changes.
+        rng
+            Decides which one is changed.
+        tries
+            Most settings, the first ones included.
+        stop
+            Asked before every try whether to end early.
+        """
+        for setting in chain(islice(first, tries), self._changes(change, rng)):
+            if tries <= 0 or stop():
+                return
+            tries -= 1
+            if self.take(setting):
+                yield setting
+
+    def _changes(self, change: Callable[[T], T], rng: random.Random) -> Iterator[T]:
+        """Yield changed settings, as long as there are some to change."""
+        while self.best:
+            yield change(rng.choice(self.best[: self.changed])[1])

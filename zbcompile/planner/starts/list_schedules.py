@@ -1,0 +1,185 @@
+"""List schedules from the real times: first settings, then random changes to the best of them.
+
+Time runs forward over all ranks, and each decides by the rule and the limits of a setting
+(`zbcompile.planner.core.dispatch`). What is tried first depends on the placement
+(`zbcompile.planner.starts.list_settings`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from zbcompile.planner.core.compiled import can_compile
+from zbcompile.planner.core.dispatch import ALTERNATE, B_FIRST, F_FIRST, IN_TURN, Dispatcher
+from zbcompile.planner.core.instance import Codes, Instance
+from zbcompile.planner.core.scorer import Score, Scorer
+from zbcompile.planner.incumbent import Order
+from zbcompile.planner.run import HOPELESS, Run
+from zbcompile.planner.starts import classic
+from zbcompile.planner.starts.evolve import Pool
+from zbcompile.planner.starts.list_settings import (
+    Setting,
+    in_order_settings,
+    is_looped,
+    largest_group,
+    less_idle,
+    published_settings,
+    round_settings,
+)
+
+__all__ = ["ListSchedules", "changed"]
+
+_PLAIN = 12_000
+"""Actions placed in plain Python before kernels are compiled or loaded."""
+
+_KEPT = 6
+"""Settings kept, one of which is changed in every try."""
+
+_FEW = 200
+"""Most tries of other placements than one stage per rank and the loop: random changes gain little there."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListSchedules:
+    """List schedules."""
+
+    name: str = "list_schedule"
+    instant: bool = False
+
+    def applies(self, run: Run) -> bool:
+        """Return True: there are settings for every placement."""
+        return True
+
+    def propose(self, run: Run) -> Iterator[Order]:
+        """Yield what is better than all before, then the best few, made in two thirds of the time left."""
+        instance, makers = run.instance, _Makers(run)
+        rng, room, enough_s = random.Random(run.seed), largest_group(instance), run.seconds_left / 3
+        pool = Pool(makers.score, _KEPT, _KEPT)
+
+        def over() -> bool:
+            return run.done or run.seconds_left <= enough_s
+
+        def order(setting: Setting) -> Order:
+            codes = makers.codes(setting)
+            assert codes is not None
+            return Order(codes, (f"{self.name} {setting.name}".strip(),))
+
+        tries = run.effort.list_schedules
+        if not (run.alone or is_looped(instance)):
+            tries = min(tries, _FEW)
+        first = _first_settings(run, pool)
+        for setting in pool.evolve(first, lambda old: changed(old, instance, room, rng), rng, tries, over):
+            yield order(setting)
+        for _, setting in pool.best[1:]:
+            if not run.done:
+                yield order(setting)
+
+
+class _Makers:
+    """Makes and scores orders, in plain Python at first and by compiled kernels from then on."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.placed = run, 0
+        self.dispatcher, self.scorer = Dispatcher(run.instance, list), Scorer(run.instance, list)
+
+    def score(self, setting: Setting) -> Score | None:
+        """Return the score of a setting's order under the problem's send mode; ``None`` if there is none."""
+        self.placed += self.run.actions
+        if self.placed > _PLAIN and self.dispatcher.vector is list and can_compile():
+            self.dispatcher = Dispatcher(self.run.instance)
+            if not self.run.holds_rank:
+                self.scorer = self.run.scorer
+        line = self.dispatcher.run_line(setting.keys(self.run.instance), setting.recipe)
+        if line is None:
+            return None
+        if self.run.holds_rank:
+            return self.run.incumbent.clock.score(self.dispatcher.unpacked(line))
+        return self.scorer.score_line(self.dispatcher.offsets, line)
+
+    def codes(self, setting: Setting) -> Codes | None:
+        """Return a setting's order."""
+        return self.dispatcher.run(setting.keys(self.run.instance), setting.recipe)
+
+
+def _first_settings(run: Run, pool: Pool[Setting]) -> Iterator[Setting]:
+    """Yield what is tried first; published orders that are far from the best known are not gone on with."""
+    instance = run.instance
+    if run.alone:
+        yield from in_order_settings(instance, run.bound.value_ns)
+        return
+    if is_looped(instance):
+        yield from round_settings(instance)
+        return
+    yield from chain.from_iterable(
+        published_settings(instance, name, codes) for name, codes in classic.orders_for(run.problem)
+    )
+    best = pool.best[:2]
+    for (value, _), setting in best:
+        if run.value is None or value <= HOPELESS * run.value:
+            yield from less_idle(setting, instance, value)
+
+
+def changed(setting: Setting, instance: Instance, room: int, rng: random.Random) -> Setting:
+    """Return a setting with one to three changes; no group exceeds ``room`` microbatches."""
+    most = instance.num_stages * instance.num_microbatches + 1
+    regroups = setting.name == "rounds"
+    for _ in range(rng.choice((1, 1, 1, 2, 3))):
+        recipe, dice = setting.recipe, rng.random() if regroups else rng.uniform(0.55, 1)
+        if dice < 0.55:
+            groups = _regrouped(setting.groups, rng)
+            if dice < 0.1:
+                groups = _even(max(1, setting.groups[0] + rng.choice((-2, -1, 1, 2, 3))), sum(groups))
+            setting = replace(setting, groups=groups) if max(groups) <= room else setting
+            continue
+        if dice < 0.8:
+            recipe = replace(recipe, on_rank=_shifted(recipe.on_rank, 1, most, rng))
+        elif dice < 0.84:
+            recipe = replace(recipe, pending=_shifted(recipe.pending, 1, most, rng))
+        elif dice < 0.88:
+            half = max(instance.weight) // 2
+            recipe = replace(recipe, idle=_shifted(recipe.idle, half, most * half, rng))
+        elif dice < 0.95:
+            recipe = replace(recipe, share=max(0, recipe.share + rng.choice((-50, -25, -10, 10, 25, 50))))
+        elif recipe.rule != IN_TURN:
+            recipe = replace(recipe, rule=rng.choice((ALTERNATE, B_FIRST, F_FIRST)))
+        setting = replace(setting, recipe=recipe)
+    return setting
+
+
+def _even(group: int, count: int) -> tuple[int, ...]:
+    """Return groups of ``group`` microbatches and one of what is left."""
+    return (group,) * (count // group) + ((count % group,) if count % group else ())
+
+
+def _regrouped(groups: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
+    """Move microbatches from one group to another, split one, or join two."""
+    result, at, which = list(groups), rng.randrange(len(groups)), rng.random()
+    if which < 0.5 and len(result) > 1:
+        other = rng.randrange(len(result))
+        count = min(result[at], rng.choice((1, 1, 2, 3)))
+        result[at] -= count
+        result[other] += count
+    elif which < 0.8 and result[at] > 1:
+        count = rng.randrange(1, result[at])
+        result[at] -= count
+        result.insert(at, count)
+    elif at:
+        result[at - 1 : at + 1] = [result[at - 1] + result[at]]
+    return tuple(count for count in result if count)
+
+
+def _shifted(
+    limits: Sequence[int] | None, step: int, most: int, rng: random.Random
+) -> tuple[int, ...] | None:
+    """Change the limits of a range of ranks by one or two steps, or lift them; the least is 0."""
+    if limits is None:
+        return None
+    low = rng.randrange(len(limits))
+    high = low + 1 if rng.random() < 0.5 else rng.randrange(low + 1, len(limits) + 1)
+    by = most if rng.random() < 0.1 else step * rng.choice((-2, -1, 1, 2))
+    return tuple(
+        max(0, min(most, limit + by)) if low <= r < high else limit for r, limit in enumerate(limits)
+    )

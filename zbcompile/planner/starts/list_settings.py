@@ -1,0 +1,216 @@
+"""First settings of list schedules: microbatches in order, rounds of microbatches, and published orders.
+
+In order, for one stage per rank: F's and B's alternate, with as many microbatches in flight as fill the round
+trip.
+
+Rounds, for looped placements: microbatches go in groups, as in interleaved 1F1B (arXiv 2104.04473,
+section 2.2): a rank runs the F's of a group stage by stage, and its B's in the reverse order of its stages.
+The sizes of the groups matter most.
+
+Published orders: F's and B's in their order, W's where the real times leave gaps. ZB-V, made for equal times,
+so becomes the greedy search of arXiv 2401.10241 (section 6) without a search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from zbcompile.planner.bounds.warmup import warmup_forwards
+from zbcompile.planner.core.dispatch import ALTERNATE, B_FIRST, F_FIRST, IN_TURN, Recipe
+from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, is_chain, numbered
+from zbcompile.planner.core.paths import Paths
+
+__all__ = [
+    "Setting",
+    "in_order_settings",
+    "is_looped",
+    "largest_group",
+    "less_idle",
+    "published_settings",
+    "round_settings",
+    "standard_limits",
+]
+
+_SHARES = (100, 75, 50, 125, 25, 150, 0, 200)
+
+_STEPS = 24
+"""Idle times tried, an eighth of a W apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What decides one list schedule.
+
+    Attributes
+    ----------
+    name
+        What it is called in lineages.
+    recipe
+        How a rank chooses.
+    groups
+        Numbers of microbatches of the groups.
+    order
+        Keys of F's, B's and W's where they follow a published order; else the groups make them.
+    """
+
+    name: str
+    recipe: Recipe
+    groups: tuple[int, ...]
+    order: tuple[int, ...] = ()
+
+    def keys(self, instance: Instance) -> Sequence[int]:
+        """Return the key of every action: group by group, in a group stage by stage, B's in reverse."""
+        if self.order:
+            return self.order
+        first, size = list[int](), list[int]()
+        for group in self.groups:
+            first += [len(first)] * group
+            size += [group] * group
+        place, count = [0] * instance.num_stages, [len(stages) for stages in instance.stages_of]
+        for stages in instance.stages_of:
+            for k, s in enumerate(stages):
+                place[s] = k
+        most = max(count)
+        rows = list(zip(range(len(first)), first, size, strict=True))
+        forward = [(most - 1) * f + place[s] * n + i for s in range(len(place)) for i, f, n in rows]
+        back = [count[r] - 1 - place[s] for s, r in enumerate(instance.rank_of)]
+        backward = [(most - 1) * f + back[s] * n + i for s in range(len(place)) for i, f, n in rows]
+        return forward + backward + backward
+
+
+def is_looped(instance: Instance) -> bool:
+    """Return whether the placement is looped, with two or more stages on some rank: stage s on s mod p."""
+    p = instance.num_ranks
+    return instance.num_stages > p and all(r == s % p for s, r in enumerate(instance.rank_of))
+
+
+def in_order_settings(instance: Instance, target: int) -> Iterator[Setting]:
+    """Yield settings for one stage per rank, idle no longer than a value of ``target`` ns allows."""
+    paths = Paths.of(instance)
+    idle = tuple(target - instance.work(r) for r in range(instance.num_ranks))
+    standard = standard_limits(instance, paths)
+    first = [*_warmup_limits(instance, paths, target), *standard]
+    for share in _SHARES:
+        for limits in chain(first, _mixed_limits(standard[0], standard[1])):
+            recipe = Recipe(ALTERNATE, share, on_rank=limits, idle=idle)
+            yield Setting("", recipe, (instance.num_microbatches,))
+
+
+def standard_limits(instance: Instance, paths: Paths) -> list[tuple[int, ...]]:
+    """Return limits of microbatches in flight to try, best first: just enough F's to fill the round trip."""
+    base = [
+        -(-paths.f_to_b(stages[0], stages[0]) // max(1, instance.forward[stages[0]]))
+        for stages in instance.stages_of
+    ]
+    p = instance.num_ranks
+    return [
+        tuple(max(1, b - 1) for b in base),
+        tuple(max(1, b) for b in base),
+        tuple(b + 1 for b in base),
+        (instance.num_microbatches,) * p,
+        tuple(2 * (p - d) - 1 for d in range(p)),
+    ]
+
+
+def _mixed_limits(few: tuple[int, ...], more: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Yield limits with one microbatch more in flight on the first ranks than on the rest.
+
+    The middle cut comes first. The idle time before the first B grows towards rank 0 by what a round trip
+    exceeds whole F's; one more F on the ranks up to a cut starts it anew from there.
+    """
+    p = len(few)
+    for cut in sorted(range(p - 1), key=lambda cut: (abs(2 * cut + 2 - p), cut)):
+        yield (*more[: cut + 1], *few[cut + 1 :])
+
+
+def _warmup_limits(instance: Instance, paths: Paths, target: int) -> list[tuple[int, ...]]:
+    """Return F's before the first B on every rank, as the warm-up bound allows them.
+
+    For the target, and for values up to 2 % above it.
+    """
+    found: list[tuple[int, ...]] = []
+    if is_chain(instance):
+        for permille in (0, 2, 5, 10, 20):
+            counts = warmup_forwards(instance, paths, target + target * permille // 1000)
+            if counts is not None and counts not in found:
+                found.append(counts)
+    return found
+
+
+def largest_group(instance: Instance) -> int:
+    """Return the most microbatches of a first group that memory allows, 0 if it does not allow one.
+
+    Before its first B a rank holds the F's of the whole group for all of its stages but the last, and one of
+    that, and leaves headroom for the B.
+    """
+    most, change, peak = instance.num_microbatches, instance.memory.change[F], instance.memory.peak[F]
+    for r, stages in enumerate(instance.stages_of):
+        last, reserve = stages[-1], max(instance.memory.peak[B][s] for s in stages)
+        headroom = instance.headroom[r] - max(peak[last], change[last] + reserve)
+        before = sum(change[s] for s in stages[:-1])
+        if headroom < 0:
+            return 0
+        if before:
+            most = min(most, headroom // before)
+    return most
+
+
+def round_settings(instance: Instance) -> Iterator[Setting]:
+    """Yield the rounds that memory allows, those that are mostly best first.
+
+    Groups have as many microbatches as there are ranks, fewer where memory allows no more, or 1 or 3 more, or
+    as many more as F's run while a message travels once around the ranks: then the next F is always there.
+    With K = (v - 1) G + 1 + 2 (p - 1 - r) forwards in flight on rank r nobody waits for a B of rank p - 1.
+    """
+    p, m, room = instance.num_ranks, instance.num_microbatches, largest_group(instance)
+    travel = sum(max((lag for _, lag in row), default=0) for row in instance.forward_from[1 : p + 1])
+    around = -(-travel * instance.num_stages // max(1, sum(instance.forward)))
+    few = tuple(2 * r for r in range(p))
+    seen = set[Setting]()
+    for more, slope, extra, rule, share, pending in (
+        (0, 2, 0, ALTERNATE, 0, None),
+        (around, 2, 0, ALTERNATE, 0, None),
+        (1, 2, 0, ALTERNATE, 0, None),
+        (0, 2, 0, B_FIRST, 0, None),
+        (0, 1, p, F_FIRST, 50, None),
+        (3, 2, 0, ALTERNATE, 0, None),
+        (0, 0, m * instance.num_stages, F_FIRST, 50, few),
+    ):
+        group = min(p, room) + more
+        limits = tuple(
+            (len(stages) - 1) * group + 1 + slope * (p - 1 - r) + extra
+            for r, stages in enumerate(instance.stages_of)
+        )
+        groups = (group,) * (m // group) + ((m % group,) if m % group else ()) if group else ()
+        setting = Setting("rounds", Recipe(rule, share, on_rank=limits, pending=pending), groups)
+        if 1 <= group <= room and setting not in seen:
+            seen.add(setting)
+            yield setting
+
+
+def published_settings(instance: Instance, name: str, codes: Codes) -> Iterator[Setting]:
+    """Yield a published order with its W's placed anew, and looser ones where F's and B's alternate."""
+    rows = {
+        (B if kind == BW else kind, s, i): k for row in numbered(codes) for k, (kind, s, i) in enumerate(row)
+    }
+    S, m = instance.num_stages, instance.num_microbatches
+    keys = [rows[kind, s, i] for kind in (F, B) for s in range(S) for i in range(m)]
+    order = (*keys, *keys[S * m :])
+    for rule in (IN_TURN, ALTERNATE, B_FIRST):
+        for share in (100, 50, 0):
+            yield Setting(name, Recipe(rule, share), (), order)
+
+
+def less_idle(setting: Setting, instance: Instance, value: int) -> Iterator[Setting]:
+    """Yield a setting of that value with less idle time allowed before W's fill every gap."""
+    step = max(1, max(instance.weight) // 8)
+    for k in range(_STEPS):
+        idle = tuple(max(0, value - instance.work(r) - k * step) for r in range(instance.num_ranks))
+        yield Setting(
+            setting.name,
+            Recipe(setting.recipe.rule, setting.recipe.share, idle=idle),
+            setting.groups,
+            setting.order,
+        )
