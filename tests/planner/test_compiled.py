@@ -39,7 +39,7 @@ NO_NUMBA = """
 import sys, time
 sys.modules["numba"] = None
 from tests.planner.test_compiled import V
-from zbcompile.planner.core.dispatch import Dispatcher
+from zbcompile.planner.core.dispatch import Dispatcher, Recipe
 from zbcompile.planner.core.instance import B, F, Instance, W
 from zbcompile.planner.core.score import latest_starts
 from zbcompile.planner.core.score import value_of
@@ -55,7 +55,7 @@ for name, codes in orders_for(V):
     if all(kind < 3 for row in codes for kind, _ in row):
         starts = latest_starts(instance, codes)
         keys = [starts[kind, s, i] for kind in (F, B, W) for s in range(S) for i in range(m)]
-        placed = Dispatcher(instance).run(keys, [m] * S)
+        placed = Dispatcher(instance).run(keys, Recipe())
         known += [value_of(instance, order) for order in (codes, placed) if order is not None]
 print(value <= min(known), took < 8, len(known))
 """

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.planner_cases import random_placement, random_problem, v_problem
-from zbcompile.planner.core.dispatch import Dispatcher
+from zbcompile.planner.core.dispatch import Dispatcher, Recipe
 from zbcompile.planner.core.instance import Instance, to_codes, to_schedule
 from zbcompile.planner.core.score import evaluate, fits, latest_row_starts
 from zbcompile.planner.core.scorer import Scorer
@@ -107,9 +107,7 @@ def test_dispatch_fits_and_finishes_under_any_keys(seed: int) -> None:
     instance = Instance.of(problem)
     actions = 3 * instance.num_stages * instance.num_microbatches
     keys = [rng.randint(0, 50) for _ in range(actions)]
-    codes = Dispatcher(instance).run(
-        keys, [instance.num_microbatches] * instance.num_stages, rng.choice((0, 50, 100))
-    )
+    codes = Dispatcher(instance).run(keys, Recipe(share=rng.choice((0, 50, 100))))
     assert codes is not None
     check(to_schedule(codes, problem), problem)
 
@@ -127,9 +125,8 @@ def test_dispatch_finishes_under_the_least_caps_where_b_keeps_more_than_it_frees
     least = (least_headroom(problem, rank, fusing=False) for rank in range(problem.num_ranks))
     problem = problem.with_(caps=tuple(need + rng.choice((0, 0, 1, 5)) for need in least))
     instance = Instance.of(problem)
-    m = instance.num_microbatches
-    keys = [rng.randint(0, 50) for _ in range(3 * instance.num_stages * m)]
-    codes = Dispatcher(instance).run(keys, [m] * instance.num_stages, rng.choice((0, 50, 100)))
+    keys = [rng.randint(0, 50) for _ in range(3 * instance.num_stages * instance.num_microbatches)]
+    codes = Dispatcher(instance).run(keys, Recipe(share=rng.choice((0, 50, 100))))
     assert codes is not None
     check(to_schedule(codes, problem), problem)
 
@@ -172,7 +169,7 @@ def test_offset_keys_decode_on_every_placement() -> None:
         dispatcher = Dispatcher(instance)
         for offset_keys in standard_offset_keys(len(waves_of(instance)), instance.num_ranks):
             keys, in_flight = mutate(offset_keys, rng).keys(instance)
-            codes = dispatcher.run(keys, in_flight)
+            codes = dispatcher.run(keys, Recipe(in_flight=in_flight))
             assert codes is None or evaluate(instance, codes) is not None
 
 

@@ -1,8 +1,8 @@
 """Orders for one stage per rank that split some backwards and fuse the others.
 
 `alternate` builds a rank's row from four numbers. Microbatch i of a stage is split if it is among the first
-``head`` or the last ``tail``, and fused in between. The list scheduler of
-`zbcompile.planner.starts.list_schedule` takes the same windows and decides all else.
+``head`` or the last ``tail``, and fused in between. The list scheduler
+(`zbcompile.planner.core.dispatch`) takes the same windows and decides all else.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from zbcompile.planner.starts.evolve import Pool
 from zbcompile.planner.starts.list_settings import (
     Setting,
     in_order_settings,
+    is_in_order,
     is_looped,
     largest_group,
     less_idle,
@@ -107,7 +108,7 @@ class _Makers:
 def _first_settings(run: Run, pool: Pool[Setting]) -> Iterator[Setting]:
     """Yield what is tried first; published orders that are far from the best known are not gone on with."""
     instance = run.instance
-    if run.alone:
+    if is_in_order(instance):
         yield from in_order_settings(instance, run.bound.value_ns)
         return
     if is_looped(instance):

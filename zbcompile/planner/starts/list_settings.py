@@ -1,7 +1,7 @@
 """First settings of list schedules: microbatches in order, rounds of microbatches, and published orders.
 
-In order, for one stage per rank: F's and B's alternate, with as many microbatches in flight as fill the round
-trip.
+In order, for one stage or neighbouring stages per rank: F's and B's alternate, with as many microbatches in
+flight as fill the round trip.
 
 Rounds, for looped placements: microbatches go in groups, as in interleaved 1F1B (arXiv 2104.04473,
 section 2.2): a rank runs the F's of a group stage by stage, and its B's in the reverse order of its stages.
@@ -86,22 +86,28 @@ def is_looped(instance: Instance) -> bool:
     return instance.num_stages > p and all(r == s % p for s, r in enumerate(instance.rank_of))
 
 
+def is_in_order(instance: Instance) -> bool:
+    """Return whether stages lie on the ranks in their order, so that a rank's are neighbours."""
+    return list(instance.rank_of) == sorted(instance.rank_of)
+
+
 def in_order_settings(instance: Instance, target: int) -> Iterator[Setting]:
-    """Yield settings for one stage per rank, idle no longer than a value of ``target`` ns allows."""
+    """Yield settings for stages in order, idle no longer than a value of ``target`` ns allows."""
     paths = Paths.of(instance)
     idle = tuple(target - instance.work(r) for r in range(instance.num_ranks))
     standard = standard_limits(instance, paths)
     first = [*_warmup_limits(instance, paths, target), *standard]
     for share in _SHARES:
         for limits in chain(first, _mixed_limits(standard[0], standard[1])):
-            recipe = Recipe(ALTERNATE, share, on_rank=limits, idle=idle)
-            yield Setting("", recipe, (instance.num_microbatches,))
+            forwards = tuple(c * len(stages) for c, stages in zip(limits, instance.stages_of, strict=True))
+            recipe = Recipe(ALTERNATE, share, on_rank=forwards, idle=idle)
+            yield Setting("", recipe, (1,) * instance.num_microbatches)
 
 
 def standard_limits(instance: Instance, paths: Paths) -> list[tuple[int, ...]]:
     """Return limits of microbatches in flight to try, best first: just enough F's to fill the round trip."""
     base = [
-        -(-paths.f_to_b(stages[0], stages[0]) // max(1, instance.forward[stages[0]]))
+        -(-paths.f_to_b(stages[0], stages[0]) // max(1, sum(instance.forward[s] for s in stages)))
         for stages in instance.stages_of
     ]
     p = instance.num_ranks
