@@ -26,6 +26,8 @@ def _compile_once() -> None:
 torch.set_num_threads(1)
 with torch.random.fork_rng(devices=[]):
     _compile_once()
+    for name in ("gpt2", "llama"):
+        MODELS[name]()  # loads what transformers loads late
 threads = len(os.listdir("/proc/self/task"))
 if threads != 1:
     raise RuntimeError(f"the fork server of the tests has {threads} threads: copies of it would hang")
