@@ -63,23 +63,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give tests that share a module's fixture to one process, which makes it once; all others one by one."""
+    """Give tests that share what their module makes to one process; all others one by one."""
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByFixtures(LoadScopeScheduling):
+    class BySharedThings(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return file if _has_a_shared_fixture(file) else nodeid
+            return file if _shares(file) else nodeid
 
     if config.getoption("dist") != "load":
         return None
     config.option.loadscopereorder = False
-    return ByFixtures(config, log)
+    return BySharedThings(config, log)
 
 
 @cache
-def _has_a_shared_fixture(file: str) -> bool:
-    return 'scope="module"' in (ROOT / file).read_text()
+def _shares(file: str) -> bool:
+    text = (ROOT / file).read_text()
+    return 'scope="module"' in text or "@functools.cache" in text
 
 
 @pytest.fixture(scope="session", autouse=True)
