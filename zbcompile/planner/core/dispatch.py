@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from zbcompile.planner.core.compiled import MakeVector, Vector, jit, vector
 from zbcompile.planner.core.instance import Codes, Instance
+from zbcompile.planner.core.scorer import Score, Scorer
 from zbcompile.planner.core.tables import Tables, unpack
 
 __all__ = [
@@ -361,6 +362,11 @@ class Dispatcher:
         """Return `run_line` as an order of its own."""
         line = self.run_line(keys, recipe)
         return None if line is None else self.unpacked(line)
+
+    def score(self, keys: Sequence[int], recipe: Recipe, scorer: Scorer) -> Score | None:
+        """Return the score of the order by a scorer of the same problem; ``None`` if there is none."""
+        line = self.run_line(keys, recipe)
+        return None if line is None else scorer.score_line(self.offsets, line)
 
     def unpacked(self, line: Vector) -> Codes:
         """Return the order in a line that `run_line` returned last."""

@@ -15,9 +15,9 @@ from zbcompile.planner.core.dispatch import Dispatcher, Recipe, dispatch_pays
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W, is_chain
 from zbcompile.planner.core.score import latest_starts
 from zbcompile.planner.core.scorer import Scored, Scorer
-from zbcompile.planner.core.tables import unpack
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.run import Run
+from zbcompile.planner.starts.evolve import Pool
 
 __all__ = ["Redispatch", "redispatched"]
 
@@ -112,31 +112,27 @@ def redispatched(
     rows = [[starts[kind, s, i] for i in range(m)] for kind in (F, B, W) for s in range(S)]
     longest = max(instance.weight)
     most = _in_flight(instance, codes)
-    pool: list[tuple[tuple[int, int], _Shifts, Codes]] = []
     first = [
         _Shifts((0,) * (2 * S) + (late * longest,) * S, in_flight, share)
         for in_flight in ((m,) * S, most)
         for late in _LATE
         for share in _SHARES
     ]
-    for k in range(len(first) + tries):
-        if stop():
-            break
-        if k == len(first) and (not pool or pool[0][0] >= given):
-            return []
-        if k < len(first):
-            recipe = first[k]
-        else:
-            recipe = _mutate(pool[rng.randrange(min(4, len(pool)))][1], most, longest, m, rng)
-        keys = [key + late for row, late in zip(rows, recipe.shift, strict=True) for key in row]
-        line = dispatcher.run_line(keys, Recipe(share=recipe.share, in_flight=recipe.in_flight))
-        score = None if line is None else scorer.score_line(dispatcher.offsets, line)
-        if line is None or score is None or (len(pool) == 16 and score >= pool[-1][0]):
-            continue
-        if all(score != known for known, _, _ in pool):
-            made = unpack(instance, dispatcher.offsets, line)
-            pool = sorted([*pool, (score, recipe, made)], key=lambda entry: entry[0])[:16]
-    return [(*score, made) for score, _, made in pool[:3]]
+
+    def made(shifts: _Shifts) -> tuple[list[int], Recipe]:
+        keys = [key + late for row, late in zip(rows, shifts.shift, strict=True) for key in row]
+        return keys, Recipe(share=shifts.share, in_flight=shifts.in_flight)
+
+    pool = Pool[_Shifts](lambda shifts: dispatcher.score(*made(shifts), scorer), changed=4)
+
+    def change(old: _Shifts) -> _Shifts:
+        return _mutate(old, most, longest, m, rng)
+
+    list(pool.evolve(first, change, rng, len(first), stop))
+    if not pool.best or pool.best[0][0] >= given:
+        return []
+    list(pool.evolve((), change, rng, tries, stop))
+    return pool.orders(3, lambda shifts: dispatcher.run(*made(shifts)))
 
 
 def _mutate(recipe: _Shifts, most: tuple[int, ...], longest: int, m: int, rng: random.Random) -> _Shifts:

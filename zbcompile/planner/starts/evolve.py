@@ -1,13 +1,17 @@
-"""Evolution: the best few of some first settings are changed at random, again and again."""
+"""Evolution: the best few of some first settings are changed at random, again and again.
+
+List schedules, offset keys, redispatch and dispatch under sends that hold their rank all search this way.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain
 from typing import Generic, TypeVar
 
-from zbcompile.planner.core.scorer import Score
+from zbcompile.planner.core.instance import Codes
+from zbcompile.planner.core.scorer import Score, Scored
 
 __all__ = ["Pool"]
 
@@ -44,6 +48,11 @@ class Pool(Generic[T]):
         self.best = sorted([*self.best, (score, setting)], key=lambda entry: entry[0])[: self.most]
         return self.best[0][0] == score
 
+    def orders(self, count: int, make: Callable[[T], Codes | None]) -> list[Scored]:
+        """Return the orders of the best few settings with their scores."""
+        made = ((score, make(setting)) for score, setting in self.best[:count])
+        return [(*score, codes) for score, codes in made if codes is not None]
+
     def evolve(
         self,
         first: Iterable[T],
@@ -67,10 +76,11 @@ class Pool(Generic[T]):
         stop
             Asked before every try whether to end early.
         """
-        for setting in chain(islice(first, tries), self._changes(change, rng)):
-            if tries <= 0 or stop():
+        settings = chain(first, self._changes(change, rng))
+        for _ in range(tries):
+            setting = None if stop() else next(settings, None)
+            if setting is None:
                 return
-            tries -= 1
             if self.take(setting):
                 yield setting
 

@@ -19,9 +19,11 @@ from dataclasses import dataclass, field, replace
 
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, Op, W
 from zbcompile.planner.core.score import latest_starts
+from zbcompile.planner.core.scorer import Score
 from zbcompile.planner.core.times import Clock
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.run import Run
+from zbcompile.planner.starts.evolve import Pool
 from zbcompile.schedule.problem import Problem
 
 __all__ = ["Priorities", "dispatched_anew", "held_dispatch"]
@@ -275,21 +277,16 @@ def dispatched_anew(
         for few in sorted({max(1, m // 2), m})
         for fused in ((0, 0), (0, m))
     ]
-    pool: list[tuple[tuple[int, int], Priorities]] = []
-    for k in range(len(first) + run.effort.dispatches // 8):
-        if run.over() or (k >= len(first) and not pool):
-            return
-        if k < len(first):
-            chosen = first[k]
-        else:
-            chosen = _changed(pool[rng.randrange(min(4, len(pool)))][1], longest, m, rng)
+
+    def score(priorities: Priorities) -> Score | None:
+        codes = held_dispatch(clock, priorities)
+        return None if codes is None else clock.score(codes)
+
+    pool, tries = Pool[Priorities](score, most=12, changed=4), len(first) + run.effort.dispatches // 8
+    for chosen in pool.evolve(first, lambda old: _changed(old, longest, m, rng), rng, tries, run.over):
         codes = held_dispatch(clock, chosen)
-        score = None if codes is None else clock.score(codes)
-        if codes is None or score is None or any(score == known for known, _ in pool):
-            continue
-        if not pool or score < pool[0][0]:
-            yield order.then(f"{name} dispatch", codes)
-        pool = sorted([*pool, (score, chosen)], key=lambda entry: entry[0])[:12]
+        assert codes is not None
+        yield order.then(f"{name} dispatch", codes)
 
 
 def _keys(instance: Instance, order: Order) -> Keys:

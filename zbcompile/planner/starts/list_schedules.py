@@ -93,12 +93,10 @@ class _Makers:
             self.dispatcher = Dispatcher(self.run.instance)
             if not self.run.holds_rank:
                 self.scorer = self.run.scorer
-        line = self.dispatcher.run_line(setting.keys(self.run.instance), setting.recipe)
-        if line is None:
-            return None
         if self.run.holds_rank:
-            return self.run.incumbent.clock.score(self.dispatcher.unpacked(line))
-        return self.scorer.score_line(self.dispatcher.offsets, line)
+            codes = self.codes(setting)
+            return None if codes is None else self.run.incumbent.clock.score(codes)
+        return self.dispatcher.score(setting.keys(self.run.instance), setting.recipe, self.scorer)
 
     def codes(self, setting: Setting) -> Codes | None:
         """Return a setting's order."""

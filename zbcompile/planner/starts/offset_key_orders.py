@@ -6,15 +6,17 @@ Everything is counted in tries, so that a seed decides the result; the time limi
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from zbcompile.planner.core.dispatch import Dispatcher, Recipe, dispatch_pays
 from zbcompile.planner.core.instance import Codes, Instance
-from zbcompile.planner.core.scorer import Scored, Scorer
-from zbcompile.planner.core.tables import unpack
+from zbcompile.planner.core.scorer import Score, Scored, Scorer
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.run import Run
+from zbcompile.planner.starts.evolve import Pool
 from zbcompile.planner.starts.offset_keys import (
     OffsetKeys,
     block_order,
@@ -35,20 +37,9 @@ def block_orders(
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Scored]:
     """Return the two best orders of ``tries`` offset keys decoded as repeated blocks, fewer if ``stop()``."""
-    standard = standard_offset_keys(len(waves_of(instance)), instance.num_ranks)
-    pool: list[tuple[int, int, OffsetKeys, Codes]] = []
-    for k in range(tries):
-        if stop():
-            break
-        if k < len(standard) or not pool:
-            offset_keys = standard[k % len(standard)]
-        else:
-            offset_keys = mutate(pool[rng.randrange(min(8, len(pool)))][2], rng)
-        codes = block_order(instance, offset_keys)
-        score = scorer.score(codes)
-        if score is not None and all(score != entry[:2] for entry in pool):
-            pool = sorted([*pool, (*score, offset_keys, codes)], key=lambda entry: entry[:2])[:12]
-    return [(value, score, codes) for value, score, _, codes in pool[:2]]
+    pool = Pool[OffsetKeys](lambda keys: scorer.score(block_order(instance, keys)), most=12)
+    list(pool.evolve(_standard(instance), lambda keys: mutate(keys, rng), rng, tries, stop))
+    return pool.orders(2, lambda keys: block_order(instance, keys))
 
 
 def dispatched_orders(
@@ -82,39 +73,29 @@ def dispatched_orders(
     stop
         Asked before every recipe whether to end early.
     """
-    standard = [
-        replace(offset_keys, period=period)
-        for offset_keys in standard_offset_keys(len(waves_of(instance)), instance.num_ranks)
-    ]
-    pool: list[tuple[int, int, OffsetKeys, list[int], Codes]] = []
-    gained = 0
-    for k in range(tries):
-        if k - gained > tries // 3 or stop():
-            break
-        more, first = divmod(k, len(standard))
-        if more < 3 or not pool:
-            offset_keys = standard[first]
-            keys, in_flight = offset_keys.keys(instance)
-            in_flight = [limit + more for limit in in_flight]
-        else:
-            _, _, offset_keys, in_flight, _ = pool[rng.randrange(min(8, len(pool)))]
-            if rng.random() < 0.5:
-                offset_keys = mutate(offset_keys, rng)
-            else:
-                in_flight = list(in_flight)
-                for _ in range(rng.randint(1, 3)):
-                    s = rng.randrange(len(in_flight))
-                    in_flight[s] = max(1, in_flight[s] + rng.choice((-1, 1)))
-            keys, _ = offset_keys.keys(instance)
-        line = dispatcher.run_line(keys, Recipe(share=offset_keys.share, in_flight=tuple(in_flight)))
-        score = None if line is None else scorer.score_line(dispatcher.offsets, line)
-        if score is None or (len(pool) == 16 and score >= pool[-1][:2]):
-            continue
-        if all(score != entry[:2] for entry in pool):
-            gained = k if not pool or score[0] < pool[0][0] else gained
-            codes = unpack(instance, dispatcher.offsets, line)
-            pool = sorted([*pool, (*score, offset_keys, in_flight, codes)], key=lambda entry: entry[:2])[:16]
-    return [(entry[0], entry[1], entry[4]) for entry in pool[:2]]
+    tried = gained = 0
+
+    def score(setting: _Setting) -> Score | None:
+        nonlocal tried, gained
+        found = setting.score(dispatcher, scorer)
+        if found is not None and (not pool.best or found[0] < pool.best[0][0][0]):
+            gained = tried
+        tried += 1
+        return found
+
+    def change(setting: _Setting) -> _Setting:
+        if rng.random() < 0.5:
+            return replace(setting, keys=mutate(setting.keys, rng))
+        in_flight = list(setting.in_flight)
+        for _ in range(rng.randint(1, 3)):
+            s = rng.randrange(len(in_flight))
+            in_flight[s] = max(1, in_flight[s] + rng.choice((-1, 1)))
+        return replace(setting, in_flight=tuple(in_flight))
+
+    pool = Pool[_Setting](score)
+    first = _first(instance, period)
+    list(pool.evolve(first, change, rng, tries, lambda: tried - gained > tries // 3 or stop()))
+    return pool.orders(2, lambda setting: setting.order(dispatcher))
 
 
 def standard_orders(
@@ -128,20 +109,49 @@ def standard_orders(
     With three periods, and with up to two microbatches in flight beyond those that the keys imply. Below the
     memory of V-Half all of them are worth annealing: the shortest often become the longest.
     """
-    found: dict[tuple[int, int], Codes] = {}
+    pool = Pool[_Setting](lambda setting: setting.score(dispatcher, scorer), most=sys.maxsize)
+    for setting in chain.from_iterable(_first(instance, period) for period in _periods(instance)):
+        if stop():
+            break
+        pool.take(setting)
+    return pool.orders(sys.maxsize, lambda setting: setting.order(dispatcher))
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """Offset keys, and the most microbatches in flight per stage."""
+
+    keys: OffsetKeys
+    in_flight: tuple[int, ...]
+
+    def score(self, dispatcher: Dispatcher, scorer: Scorer) -> Score | None:
+        """Return the score of what keyed dispatch makes of it."""
+        return dispatcher.score(*self._dispatched(dispatcher.instance), scorer)
+
+    def order(self, dispatcher: Dispatcher) -> Codes | None:
+        """Return what keyed dispatch makes of it."""
+        return dispatcher.run(*self._dispatched(dispatcher.instance))
+
+    def _dispatched(self, instance: Instance) -> tuple[list[int], Recipe]:
+        return self.keys.keys(instance)[0], Recipe(share=self.keys.share, in_flight=self.in_flight)
+
+
+def _standard(instance: Instance) -> list[OffsetKeys]:
+    return standard_offset_keys(len(waves_of(instance)), instance.num_ranks)
+
+
+def _first(instance: Instance, period: int) -> Iterator[_Setting]:
+    """Yield standard keys with as many microbatches in flight as they imply, with one more, and with two."""
+    for more in range(3):
+        for standard in _standard(instance):
+            keys = replace(standard, period=period)
+            yield _Setting(keys, tuple(limit + more for limit in keys.keys(instance)[1]))
+
+
+def _periods(instance: Instance) -> tuple[int, int, int]:
+    """Return slots from one microbatch to the next: as many as a rank has actions, and a few more."""
     slots = 3 * -(-instance.num_stages // instance.num_ranks)
-    for period in (slots, slots + 2, slots + 3):
-        for offset_keys in standard_offset_keys(len(waves_of(instance)), instance.num_ranks):
-            keys, in_flight = replace(offset_keys, period=period).keys(instance)
-            for more in range(3):
-                if stop():
-                    break
-                limits = [limit + more for limit in in_flight]
-                line = dispatcher.run_line(keys, Recipe(share=offset_keys.share, in_flight=tuple(limits)))
-                score = None if line is None else scorer.score_line(dispatcher.offsets, line)
-                if line is not None and score is not None and score not in found:
-                    found[score] = unpack(instance, dispatcher.offsets, line)
-    return [(*score, codes) for score, codes in sorted(found.items())]
+    return slots, slots + 2, slots + 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +226,8 @@ def offset_key_orders(
     if not dispatch_pays(instance):
         return found
     dispatcher = Dispatcher(instance)
-    slots = 3 * -(-instance.num_stages // instance.num_ranks)
-    periods = (slots, slots + 2, slots + 3, slots + 2, slots + 3, slots) if several else (slots, 2 * slots)
-    for period in periods:
+    slots, *more = _periods(instance)
+    for period in (slots, *more, *more, slots) if several else (slots, 2 * slots):
         own = random.Random(rng.random())
         if not over():
             found += dispatched_orders(instance, scorer, dispatcher, dispatches, period, own, over)
