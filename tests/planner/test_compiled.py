@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.solution import Solution
+
+limits = types.ModuleType("limits")
+limits.MOST = 7  # type: ignore[attr-defined]
 
 V = Problem.of(Profile.uniform(StageCost.simple(30, 31, 17, 10, 4), 8, 2), Placement.v(4), 8, 80)
 
@@ -79,6 +83,11 @@ def _sum_of_first_and_last(values):
     return _twice(values, 0) + _twice(values, len(values) - 1)
 
 
+@jit
+def _limited(values):
+    return min(values[0], limits.MOST)
+
+
 def run_script(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", script],
@@ -107,6 +116,17 @@ def test_a_kernel_that_others_call_is_compiled_once_whatever_constants_it_is_giv
         pytest.skip("nothing is compiled")
     assert _sum_of_first_and_last.dispatcher(cache=False)(vector([1, 2, 3])) == 8
     assert len(_twice.called_by_kernels().overloads) == 1
+
+
+def test_the_cached_form_of_a_kernel_is_not_that_for_another_constant_of_a_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """numba's cache looks at a kernel's own file alone."""
+    if not can_compile():
+        pytest.skip("nothing is compiled")
+    assert _limited.dispatcher(cache=True)(vector([9])) == 7
+    monkeypatch.setattr(limits, "MOST", 8)
+    assert _limited.dispatcher(cache=True)(vector([9])) == 8
 
 
 def test_seconds_of_compiling_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

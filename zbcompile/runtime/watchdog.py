@@ -212,7 +212,10 @@ class Watchdog:
         self._end(self._tell(event) or reason)
 
     def look(self) -> None:
-        """Read now, and not at the next tick, whether the pipeline has failed."""
+        """Read now, and not at the next tick, whether the pipeline has failed.
+
+        A store that does not answer says nothing here: the ticks end the call for that.
+        """
         start = self._news_read
         with contextlib.suppress(StoreError):
             news = self.store.ask(lambda store: read_news(store, start), _ANSWER_S)

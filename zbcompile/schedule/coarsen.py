@@ -40,7 +40,7 @@ def coarsened(problem: Problem, placement: Placement) -> Problem:
         The placement is not contiguous.
     """
     profile, rank_of = problem.profile, placement.rank_of
-    if list(rank_of) != sorted(rank_of) or len(rank_of) != profile.num_stages:
+    if not placement.is_contiguous or len(rank_of) != profile.num_stages:
         raise UsageError("only neighbouring stages can be joined", given=list(rank_of))
     stages = tuple(
         joined_stage([profile.stages[s] for s in placement.stages_of(rank)], profile.overhead_ns)

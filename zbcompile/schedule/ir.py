@@ -260,6 +260,11 @@ class Placement:
         """Number of ranks."""
         return len(self._stages)
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether stages lie on the ranks in their order, so that a rank's are neighbours."""
+        return list(self.rank_of) == sorted(self.rank_of)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages of a rank, in increasing order."""
         return self._stages[rank]

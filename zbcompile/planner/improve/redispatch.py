@@ -135,14 +135,14 @@ def redispatched(
     return pool.orders(3, lambda shifts: dispatcher.run(*made(shifts)))
 
 
-def _mutate(recipe: _Shifts, most: tuple[int, ...], longest: int, m: int, rng: random.Random) -> _Shifts:
-    """Return the recipe with one to three changes.
+def _mutate(shifts: _Shifts, most: tuple[int, ...], longest: int, m: int, rng: random.Random) -> _Shifts:
+    """Return the parameters with one to three changes.
 
     A row or some neighbouring rows move by up to three halves of a W, one stage's microbatches in flight
     change by one, or the share is another one.
     """
     S = len(most)
-    shift, in_flight, share = list(recipe.shift), list(recipe.in_flight), recipe.share
+    shift, in_flight, share = list(shifts.shift), list(shifts.in_flight), shifts.share
     for _ in range(rng.randint(1, 3)):
         dice = rng.random()
         step = rng.choice((-3, -2, -1, 1, 2, 3)) * longest // 2
@@ -158,7 +158,7 @@ def _mutate(recipe: _Shifts, most: tuple[int, ...], longest: int, m: int, rng: r
             in_flight[s] = max(1, min(m, min(in_flight[s], most[s] + 4) + rng.choice((-1, 1))))
         else:
             share = rng.choice((0, 25, 50, 75, 90, 100, 125, 150))
-    return replace(recipe, shift=tuple(shift), in_flight=tuple(in_flight), share=share)
+    return replace(shifts, shift=tuple(shift), in_flight=tuple(in_flight), share=share)
 
 
 def _in_flight(instance: Instance, codes: Codes) -> tuple[int, ...]:

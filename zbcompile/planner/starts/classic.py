@@ -84,7 +84,7 @@ def orders_for(problem: Problem) -> list[tuple[str, Codes]]:
     p, m, placement = problem.num_ranks, problem.num_microbatches, problem.placement
     per_rank = problem.num_stages // p
     found: list[tuple[str, Codes | None]] = []
-    if list(placement.rank_of) == sorted(placement.rank_of):
+    if placement.is_contiguous:
         makers = (("ZB-H2", zb_h2), ("ZB-H1", zb_h1), ("1F1B", one_f_one_b), ("GPipe", gpipe))
         found = [(name, _taken_apart(make(p, m), placement)) for name, make in makers]
     elif problem.num_stages == per_rank * p and placement == Placement.looped(p, per_rank):

@@ -22,8 +22,8 @@ from zbcompile.planner.starts import classic
 from zbcompile.planner.starts.evolve import Pool
 from zbcompile.planner.starts.list_settings import (
     Setting,
+    even_groups,
     in_order_settings,
-    is_in_order,
     is_looped,
     largest_group,
     less_idle,
@@ -106,7 +106,7 @@ class _Makers:
 def _first_settings(run: Run, pool: Pool[Setting]) -> Iterator[Setting]:
     """Yield what is tried first; published orders that are far from the best known are not gone on with."""
     instance = run.instance
-    if is_in_order(instance):
+    if run.problem.placement.is_contiguous:
         yield from in_order_settings(instance, run.bound.value_ns)
         return
     if is_looped(instance):
@@ -130,7 +130,7 @@ def changed(setting: Setting, instance: Instance, room: int, rng: random.Random)
         if dice < 0.55:
             groups = _regrouped(setting.groups, rng)
             if dice < 0.1:
-                groups = _even(max(1, setting.groups[0] + rng.choice((-2, -1, 1, 2, 3))), sum(groups))
+                groups = even_groups(max(1, setting.groups[0] + rng.choice((-2, -1, 1, 2, 3))), sum(groups))
             setting = replace(setting, groups=groups) if max(groups) <= room else setting
             continue
         if dice < 0.8:
@@ -146,11 +146,6 @@ def changed(setting: Setting, instance: Instance, room: int, rng: random.Random)
             recipe = replace(recipe, rule=rng.choice((ALTERNATE, B_FIRST, F_FIRST)))
         setting = replace(setting, recipe=recipe)
     return setting
-
-
-def _even(group: int, count: int) -> tuple[int, ...]:
-    """Return groups of ``group`` microbatches and one of what is left."""
-    return (group,) * (count // group) + ((count % group,) if count % group else ())
 
 
 def _regrouped(groups: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:

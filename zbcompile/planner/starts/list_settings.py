@@ -24,6 +24,7 @@ from zbcompile.planner.core.paths import Paths
 
 __all__ = [
     "Setting",
+    "even_groups",
     "in_order_settings",
     "is_looped",
     "largest_group",
@@ -84,11 +85,6 @@ def is_looped(instance: Instance) -> bool:
     """Return whether the placement is looped, with two or more stages on some rank: stage s on s mod p."""
     p = instance.num_ranks
     return instance.num_stages > p and all(r == s % p for s, r in enumerate(instance.rank_of))
-
-
-def is_in_order(instance: Instance) -> bool:
-    """Return whether stages lie on the ranks in their order, so that a rank's are neighbours."""
-    return list(instance.rank_of) == sorted(instance.rank_of)
 
 
 def in_order_settings(instance: Instance, target: int) -> Iterator[Setting]:
@@ -163,6 +159,11 @@ def largest_group(instance: Instance) -> int:
     return most
 
 
+def even_groups(group: int, count: int) -> tuple[int, ...]:
+    """Return groups of ``group`` microbatches and one of what is left of ``count``."""
+    return (group,) * (count // group) + ((count % group,) if count % group else ())
+
+
 def round_settings(instance: Instance) -> Iterator[Setting]:
     """Yield the rounds that memory allows, those that are mostly best first.
 
@@ -189,9 +190,11 @@ def round_settings(instance: Instance) -> Iterator[Setting]:
             (len(stages) - 1) * group + 1 + slope * (p - 1 - r) + extra
             for r, stages in enumerate(instance.stages_of)
         )
-        groups = (group,) * (m // group) + ((m % group,) if m % group else ()) if group else ()
-        setting = Setting("rounds", Recipe(rule, share, on_rank=limits, pending=pending), groups)
-        if 1 <= group <= room and setting not in seen:
+        if not 1 <= group <= room:
+            continue
+        recipe = Recipe(rule, share, on_rank=limits, pending=pending)
+        setting = Setting("rounds", recipe, even_groups(group, m))
+        if setting not in seen:
             seen.add(setting)
             yield setting
 
