@@ -66,12 +66,12 @@ def test_every_part_applies_somewhere_in_the_rows_of_the_ablation() -> None:
 
 
 def test_the_lineage_of_a_known_row() -> None:
-    """ZB-V placed anew under the times of 6.2B; a published order as it is names itself."""
+    """ZB-V annealed under the times of 6.2B; a published order as it is names itself."""
     stage = StageCost.simple(29_718_000, 29_444_000, 19_927_000, 34, 16)
     problem = Problem.of(Profile.uniform(stage, 6, 527_000), Placement.v(3), 9, 6 * 34, "makespan")
     solution = plan(problem, level=1, time_limit_s=600, without={"quick_exact"})
-    assert solution.certificate.lineage == ("classic ZB-V", "redispatch")
-    assert solution.origin == "classic ZB-V > redispatch"
+    assert solution.certificate.lineage == ("classic ZB-V", "fold")
+    assert solution.origin == "classic ZB-V > fold"
     assert schedule_json.loads(schedule_json.dumps(solution)).certificate == solution.certificate
     unit = Problem.of(Profile.uniform(StageCost.simple(1, 1, 1, 2, 1), 4), None, 8, 8)
     assert plan(unit).certificate.lineage == ("classic ZB-H1",)

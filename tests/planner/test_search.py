@@ -18,7 +18,6 @@ from zbcompile.planner.core.instance import Instance, to_codes, to_schedule
 from zbcompile.planner.core.score import evaluate, fits, latest_row_starts
 from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.improve.anneal import Annealer
-from zbcompile.planner.improve.redispatch import redispatched
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts import classic
 from zbcompile.planner.starts.initial import one_at_a_time
@@ -224,21 +223,3 @@ def test_v_beats_one_stage_per_rank(objective: str) -> None:
     linear = plan(Problem.of(wholes, None, 8, 16, objective), time_limit_s=20)
     assert linear.certificate.is_optimal
     assert v.certificate.value_ns < linear.certificate.value_ns
-
-
-def test_published_orders_are_placed_anew() -> None:
-    """ZB-V made for equal times, under times that are not: shorter orders, legal, the same twice."""
-    stage = StageCost.simple(11_347, 11_248, 8_132, 34, 16)
-    problem = Problem.of(Profile.uniform(stage, 16, 754), Placement.v(8), 16, 16 * 34)
-    instance = Instance.of(problem)
-    given = dict(classic.orders_for(problem))["ZB-V"]
-    scorer, dispatcher = Scorer(instance), Dispatcher(instance)
-    before = scorer.score(given)
-    assert before is not None
-    found = redispatched(instance, given, scorer, dispatcher, 60, random.Random(1))
-    assert found
-    assert found == redispatched(instance, given, scorer, dispatcher, 60, random.Random(1))
-    assert found[0][:2] < before
-    for value, _, codes in found:
-        assert fits(instance, codes)
-        assert simulate(to_schedule(codes, problem), problem).span_ns == value

@@ -14,7 +14,6 @@ from zbcompile.planner.exact.crossing_proofs import Crossing, QuickCrossing
 from zbcompile.planner.exact.proofs import EXACT_ACTIONS, Exact, FromBelow
 from zbcompile.planner.improve.fuse import RuleOfThumb, SplitOrFuse
 from zbcompile.planner.improve.halving import Anneal, AnnealOn, Fold
-from zbcompile.planner.improve.redispatch import Redispatch
 from zbcompile.planner.parts import AnalyticBound, Part
 from zbcompile.planner.starts.initial import Classic, OneAtATime
 from zbcompile.planner.starts.list_schedules import ListSchedules
@@ -28,7 +27,6 @@ _SHORT = (
     Classic(),
     OneAtATime(),
     ListSchedules(),
-    Redispatch(),
     Fold(rounds=3),
     OffsetKeyOrders(always=True),
     Fold(),
@@ -45,7 +43,6 @@ PORTFOLIO: tuple[Part, ...] = (
     OtherMode(lambda: PORTFOLIO),
     SplitOrFuse(),
     Short(_SHORT),
-    Redispatch(),
     OffsetKeyOrders(),
     QuickCrossing(),
     Fold(),
