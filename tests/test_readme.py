@@ -5,18 +5,17 @@ from __future__ import annotations
 import ast
 import inspect
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import zbcompile
+from tests.support.clean_process import in_clean_process
 from tests.support.places import ROOT
+from tests.support.torchrun import run_script, torchrun
 from zbcompile.cli.main import build_parser, main
 from zbcompile.formats import profile_json, schedule_json
 
@@ -107,29 +106,23 @@ torch.save(model.state_dict(), f"{sys.argv[1]}/0.pt")
 @pytest.mark.timeout(300)
 def test_the_python_example_trains_like_the_plain_loop_alone_and_under_torchrun(tmp_path: Path) -> None:
     (example,) = PYTHON
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
     states = []
-    for name, how, body in (
-        ("plain", [], PLAIN),
-        ("alone", [], example + AFTER),
-        ("torchrun", torchrun, example + AFTER),
+    for name, ranks, body in (
+        ("plain", 0, PLAIN),
+        ("alone", 0, example + AFTER),
+        ("ranks", 4, example + AFTER),
     ):
         folder = tmp_path / name
         folder.mkdir()
         script = folder / "train.py"
         script.write_text(BEFORE + body)
-        done = subprocess.run(
-            [sys.executable, *how, str(script), str(folder)],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            timeout=150,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        if ranks:
+            ended = torchrun(ranks, script, [str(folder)], tmp_path / "logs", timeout_s=150)
+            assert ended.failed is None, ended.stderr[-3000:]
+        else:
+            in_clean_process(run_script, script, [str(folder)], timeout_s=150)
         parts = [torch.load(file) for file in sorted(folder.glob("*.pt"))]
-        assert len(parts) == (4 if how else 1)
+        assert len(parts) == (ranks or 1)
         states.append({key: value for part in parts for key, value in part.items()})
     for state in states[1:]:
         assert state.keys() == states[0].keys()

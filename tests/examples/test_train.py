@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from types import ModuleType
 
@@ -19,12 +18,12 @@ from torch import Tensor
 
 from tests.support.examples import load_example
 from tests.support.places import EXAMPLES, ROOT
+from tests.support.torchrun import torchrun
 
 STEPS, KILL = int(os.environ.get("TRAIN_STEPS", "6")), int(os.environ.get("TRAIN_KILL", "3"))
 SAVE_EVERY = max(2, KILL // 2 - 1)  # the kill loses steps
 WORDS = ["--steps", str(STEPS), "--clip", "0", "--save-every", str(SAVE_EVERY), "--time-limit", "1"]
 SMALL = ["--batch", "8", "--microbatches", "4"] if STEPS < 100 else []
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--standalone"]
 
 pytestmark = [
     pytest.mark.timeout(max(300, 12 * STEPS)),
@@ -66,11 +65,6 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def run(*line: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=280 + 6 * STEPS)
-
-
 def test_stopped_and_started_again_in_one_process(
     train: ModuleType, plain: dict[str, Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,11 +84,13 @@ def test_killed_and_started_again_under_torchrun(
 ) -> None:
     folder = tmp_path / "gpt"
     common = [*WORDS, *SMALL, "--checkpoint", str(folder), "--sample", "20"]
-    killed = run(*TORCHRUN, str(ROOT / "tests/support/train_killed.py"), str(KILL), *common)
-    assert killed.returncode != 0
+    script, limit = ROOT / "tests/support/train_killed.py", 280 + 6 * STEPS
+    killed = torchrun(4, script, [str(KILL), *common], tmp_path / "killed", limit)
+    assert killed.failed is not None
+    assert killed.failed[1] == -signal.SIGKILL
     assert json.loads((folder / "training.json").read_text())["step"] == KILL // SAVE_EVERY * SAVE_EVERY
-    ended = run(*TORCHRUN, str(EXAMPLES / "train.py"), *common)
-    assert ended.returncode == 0, ended.stderr
+    ended = torchrun(4, EXAMPLES / "train.py", common, tmp_path / "ended", limit)
+    assert ended.failed is None, ended.stderr
     assert_equal(saved(train, folder), plain)
     assert "measured" in ended.stdout
     assert "] capture" in ended.stderr

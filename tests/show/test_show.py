@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from rich.default_styles import DEFAULT_STYLES
 from rich.style import Style
 
 from tests.support.strategies import greedy_order, problems
@@ -67,7 +68,7 @@ def drawn(
     ascii_only: bool = False,
 ) -> str:
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii" if ascii_only else "utf-8")
-    for style in [thing for thing in gc.get_objects() if type(thing) is Style]:
+    for style in (*DEFAULT_STYLES.values(), *(thing for thing in gc.get_objects() if type(thing) is Style)):
         style._ansi = None  # rich keeps the codes of the first console that a style was drawn on
     console = Console(
         file=stream,
