@@ -66,6 +66,8 @@ class Recipe:
         Idle time in ns per rank, between its first and last action, before W's fill every gap.
     windows
         Split windows; backwards outside them run fused. All are split where left out.
+    patience
+        Longest wait in ns per rank for a B that is on its way where an F could start. 0 where left out.
     """
 
     rule: int = BY_KEY
@@ -75,6 +77,7 @@ class Recipe:
     pending: tuple[int, ...] | None = None
     idle: tuple[int, ...] | None = None
     windows: Windows | None = None
+    patience: tuple[int, ...] | None = None
 
     def flat(self, instance: Instance) -> list[int]:
         """Return S numbers for ``in_flight`` and p each for the others, heads and tails apart."""
@@ -83,7 +86,8 @@ class Recipe:
         for row in (self.on_rank, self.pending, self.idle):
             limits += row or (_FAR,) * p
         windows = self.windows or ((m, m),) * p
-        return limits + [head for head, _ in windows] + [tail for _, tail in windows]
+        limits += [head for head, _ in windows] + [tail for _, tail in windows]
+        return limits + list(self.patience or (0,) * p)
 
 
 @jit
@@ -107,7 +111,70 @@ def _arrival(t: Tables, code: int, i: int, ends: Vector) -> int:
 
 
 @jit
-def _look(
+def _look_by_key(
+    S: int,
+    p: int,
+    m: int,
+    r: int,
+    own_at: Vector,
+    own: Vector,
+    lengths: Vector,
+    memory: Vector,
+    peak: Vector,
+    room: int,
+    keys: Vector,
+    share: int,
+    limits: Vector,
+    state: Vector,
+    done: Vector,
+    arrivals: Vector,
+) -> None:
+    """Find what a rank could complete first, and when: ``state[p + r]`` and ``state[r]``.
+
+    ``room`` is the headroom that it has left. Two passes over its stages: what could end first, then what has
+    the smallest key of all that could start before that.
+    """
+    free, begin, end = state[2 * p + r], own_at[r], own_at[r + 1]
+    head, tail = limits[S + 3 * p + r], m - limits[S + 4 * p + r]
+    soonest, chosen, least = _FAR, -1, _FAR
+    for phase in range(2):
+        for kind in range(3):
+            for e in range(begin, end):
+                s = own[e]
+                code, i = kind * S + s, done[kind * S + s]
+                if i == m or (kind > 0 and i >= done[code - S]):
+                    continue
+                if kind == 0 and i - done[S + s] >= limits[s]:
+                    continue
+                key, ready, most = keys[code * m + i], free, peak[code]
+                if kind < 2:
+                    if arrivals[code] < 0:
+                        continue
+                    ready = max(ready, arrivals[code])
+                if kind == 0:
+                    forwards = memory[code]
+                    most = max(most, forwards + peak[S + s])
+                    for d in range(e + 1, end):
+                        if done[own[d]] < m:
+                            forwards += memory[own[d]]
+                            most = max(most, forwards + peak[S + own[d]])
+                elif kind == 1 and head <= i < tail:
+                    code = 3 * S + s
+                    most = peak[code]
+                if most > room:
+                    continue
+                length = lengths[code] * share // 100 if kind == 2 else lengths[code]
+                if phase == 0:
+                    soonest = min(soonest, ready + length)
+                elif (ready < soonest or ready + length == soonest) and key < least:
+                    least = key
+                    chosen = code
+    state[r] = soonest
+    state[p + r] = chosen
+
+
+@jit
+def _look_in_order(
     S: int,
     p: int,
     m: int,
@@ -126,92 +193,61 @@ def _look(
     done: Vector,
     arrivals: Vector,
 ) -> None:
-    """Find what a rank could complete first, and when: ``state[p + r]`` and ``state[r]``.
+    """Find what a rank runs next by a rule other than `BY_KEY`, and when it ends.
 
-    ``room`` is the headroom that it has left. Two passes over its stages: what could start or end first, then
-    what goes before that.
+    As `_look_by_key` does, but the F's keep their order, and W's fill gaps.
     """
     free, begin, end = state[2 * p + r], own_at[r], own_at[r + 1]
     head, tail = limits[S + 3 * p + r], m - limits[S + 4 * p + r]
-    turn, reserve, pending, ahead, least = -1, 0, 0, 0, _FAR
-    if rule != BY_KEY:
-        for e in range(begin, end):
-            s = own[e]
-            reserve = max(reserve, peak[S + s])
-            ahead += done[s] - done[S + s]
-            pending += done[S + s] - done[2 * S + s]
-            if done[s] < m and keys[s * m + done[s]] < least:
-                least = keys[s * m + done[s]]
-                turn = s
-            if rule == IN_TURN and done[S + s] < m and keys[(S + s) * m + done[S + s]] < least:
-                least = keys[(S + s) * m + done[S + s]]
-                turn = S + s
-    soonest, starved = _FAR, False
-    forward, backward, weight = -1, -1, -1
-    for phase in range(2):
-        first_f, first_b, first_w = _FAR, _FAR, _FAR
-        for e in range(begin, end):
-            s = own[e]
-            for kind in range(3):
-                code, i = kind * S + s, done[kind * S + s]
-                if i == m or (kind > 0 and i >= done[code - S]):
-                    continue
-                in_turn = (kind == 0 and rule != BY_KEY) or (kind == 1 and rule == IN_TURN)
-                if in_turn and (code != turn or (kind == 0 and ahead >= limits[S + r])):
-                    continue
-                key, ready, most = keys[code * m + i], free, peak[code]
-                if kind < 2:
-                    if arrivals[code] < 0:
-                        continue
-                    ready = max(ready, arrivals[code])
-                if kind == 0:
-                    if i - done[S + s] >= limits[s]:
-                        continue
-                    if rule == BY_KEY:
-                        forwards = memory[code]
-                        most = max(most, forwards + peak[S + s])
-                        for d in range(e + 1, end):
-                            if done[own[d]] < m:
-                                forwards += memory[own[d]]
-                                most = max(most, forwards + peak[S + own[d]])
-                    else:
-                        most = max(most, memory[code] + reserve)
-                elif kind == 1 and head <= i < tail:
-                    code = 3 * S + s
-                    most = peak[code]
-                if most > room:
-                    starved = starved or ready == free
-                    continue
-                length = 0
-                if rule == BY_KEY:
-                    length = lengths[code]
-                    if kind == 2:
-                        length = length * share // 100
-                elif kind == 2:
-                    if key < first_w:
-                        first_w = key
-                        weight = code
-                    continue
-                if phase == 0:
-                    soonest = min(soonest, ready + length)
-                elif ready < soonest or ready + length == soonest:
-                    if kind == 0 and key < first_f:
-                        first_f = key
-                        forward = code
-                    elif kind == 1 and key < first_b:
-                        first_b = key
-                        backward = code
-                    elif kind == 2 and key < first_w:
-                        first_w = key
-                        weight = code
-    state[r] = soonest
-    state[p + r] = weight
-    if rule == BY_KEY:
-        if first_b <= first_w:
-            state[p + r] = backward
-        if first_f <= min(first_b, first_w):
-            state[p + r] = forward
-        return
+    turn, least, reserve, ahead, pending, starved = -1, _FAR, 0, 0, 0, False
+    weight, first_w = -1, _FAR
+    for e in range(begin, end):
+        s = own[e]
+        forwards, backwards, weights = done[s], done[S + s], done[2 * S + s]
+        reserve = max(reserve, peak[S + s])
+        ahead += forwards - backwards
+        pending += backwards - weights
+        if forwards < m and keys[s * m + forwards] < least:
+            least = keys[s * m + forwards]
+            turn = s
+        if rule == IN_TURN and backwards < m and keys[(S + s) * m + backwards] < least:
+            least = keys[(S + s) * m + backwards]
+            turn = S + s
+        if weights < backwards:
+            if peak[2 * S + s] > room:
+                starved = True
+            elif keys[(2 * S + s) * m + weights] < first_w:
+                first_w = keys[(2 * S + s) * m + weights]
+                weight = 2 * S + s
+    forward, soonest = -1, _FAR
+    if 0 <= turn < S and ahead < limits[S + r] and arrivals[turn] >= 0:
+        ready = max(free, arrivals[turn])
+        if done[turn] - done[S + turn] < limits[turn]:
+            if max(peak[turn], memory[turn] + reserve) <= room:
+                forward, soonest = turn, ready
+            else:
+                starved = starved or ready == free
+    backward, arrival, least = -1, _FAR, _FAR
+    for e in range(begin, end):
+        code, i = S + own[e], done[S + own[e]]
+        if arrivals[code] < 0 or i >= done[own[e]] or i == m or (rule == IN_TURN and code != turn):
+            continue
+        key, ready = keys[code * m + i], max(free, arrivals[code])
+        if head <= i < tail:
+            code += 2 * S
+        if peak[code] > room:
+            starved = starved or ready == free
+        elif ready < arrival or (ready == arrival and key < least):
+            arrival, least = ready, key
+            backward = code
+    turned = rule == ALTERNATE and state[6 * p + r] == 1
+    if backward >= 0 and arrival < soonest:
+        forward, soonest = -1, arrival
+    elif backward >= 0 and arrival > soonest:
+        if turned or rule == F_FIRST or arrival > soonest + limits[S + 5 * p + r]:
+            backward = -1
+        else:
+            forward, soonest = -1, arrival
     if weight >= 0:
         gap, idle = soonest - free, 0
         if state[4 * p + r] > 0:
@@ -219,11 +255,12 @@ def _look(
         fills = soonest == _FAR or gap * 100 >= share * lengths[weight] or idle > limits[S + 2 * p + r]
         if pending > limits[S + p + r] or (gap > 0 and (starved or fills)):
             state[r] = free + lengths[weight]
+            state[p + r] = weight
             return
     state[p + r] = backward
-    turned = rule == ALTERNATE and state[6 * p + r] == 1
     if backward < 0 or (forward >= 0 and (rule == F_FIRST or turned)):
         state[p + r] = forward
+    state[r] = soonest
     if soonest < _FAR:
         state[r] = soonest + lengths[state[p + r]]
 
@@ -283,10 +320,16 @@ def _place(
                     if arrivals[code] < 0 and done[code] < m:
                         arrivals[code] = _arrival(t, code, done[code], ends)
             room = t.headroom[r] - state[3 * p + r]
-            _look(
-                S, p, m, r, t.own_at, t.own, t.length, t.memory, t.peak, room,
-                keys, rule, share, limits, state, done, arrivals,
-            )  # fmt: skip
+            if rule == BY_KEY:
+                _look_by_key(
+                    S, p, m, r, t.own_at, t.own, t.length, t.memory, t.peak, room,
+                    keys, share, limits, state, done, arrivals,
+                )  # fmt: skip
+            else:
+                _look_in_order(
+                    S, p, m, r, t.own_at, t.own, t.length, t.memory, t.peak, room,
+                    keys, rule, share, limits, state, done, arrivals,
+                )  # fmt: skip
         r = 0
         for q in range(1, p):
             if state[q] < state[r]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from zbcompile.planner.core.compiled import can_compile
-from zbcompile.planner.core.dispatch import ALTERNATE, B_FIRST, F_FIRST, IN_TURN, Dispatcher
+from zbcompile.planner.core.dispatch import ALTERNATE, B_FIRST, F_FIRST, IN_TURN, Dispatcher, Recipe
 from zbcompile.planner.core.instance import Codes, Instance
 from zbcompile.planner.core.scorer import Score, Scorer
 from zbcompile.planner.incumbent import Order
@@ -123,29 +123,48 @@ def _first_settings(run: Run, pool: Pool[Setting]) -> Iterator[Setting]:
 
 def changed(setting: Setting, instance: Instance, room: int, rng: random.Random) -> Setting:
     """Return a setting with one to three changes; no group exceeds ``room`` microbatches."""
-    most = instance.num_stages * instance.num_microbatches + 1
     regroups = setting.name == "rounds"
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        recipe, dice = setting.recipe, rng.random() if regroups else rng.uniform(0.55, 1)
+        dice = rng.random() if regroups else rng.uniform(0.55, 1)
         if dice < 0.55:
             groups = _regrouped(setting.groups, rng)
             if dice < 0.1:
                 groups = even_groups(max(1, setting.groups[0] + rng.choice((-2, -1, 1, 2, 3))), sum(groups))
             setting = replace(setting, groups=groups) if max(groups) <= room else setting
-            continue
-        if dice < 0.8:
-            recipe = replace(recipe, on_rank=_shifted(recipe.on_rank, 1, most, rng))
-        elif dice < 0.84:
-            recipe = replace(recipe, pending=_shifted(recipe.pending, 1, most, rng))
-        elif dice < 0.88:
-            half = max(instance.weight) // 2
-            recipe = replace(recipe, idle=_shifted(recipe.idle, half, most * half, rng))
-        elif dice < 0.95:
-            recipe = replace(recipe, share=max(0, recipe.share + rng.choice((-50, -25, -10, 10, 25, 50))))
-        elif recipe.rule != IN_TURN:
-            recipe = replace(recipe, rule=rng.choice((ALTERNATE, B_FIRST, F_FIRST)))
-        setting = replace(setting, recipe=recipe)
+        elif regroups and dice > 0.96:
+            setting = replace(setting, early=_moved(setting.early, instance, rng))
+        else:
+            setting = replace(setting, recipe=_varied(setting.recipe, instance, dice, rng))
     return setting
+
+
+def _varied(recipe: Recipe, instance: Instance, dice: float, rng: random.Random) -> Recipe:
+    """Return a recipe with one of its limits or its rule changed; ``dice`` (from .55 to 1) says which."""
+    most = instance.num_stages * instance.num_microbatches + 1
+    if dice < 0.8:
+        return replace(recipe, on_rank=_shifted(recipe.on_rank, 1, most, rng))
+    if dice < 0.84:
+        return replace(recipe, pending=_shifted(recipe.pending, 1, most, rng))
+    if dice < 0.88:
+        half = max(instance.weight) // 2
+        return replace(recipe, idle=_shifted(recipe.idle, half, most * half, rng))
+    if dice < 0.9:
+        quarter = max(instance.forward) // 4
+        patience = recipe.patience or (0,) * instance.num_ranks
+        return replace(recipe, patience=_shifted(patience, quarter, 5 * quarter, rng))
+    if dice < 0.95:
+        return replace(recipe, share=max(0, recipe.share + rng.choice((-50, -25, -10, 10, 25, 50))))
+    if recipe.rule == IN_TURN:
+        return recipe
+    return replace(recipe, rule=rng.choice((ALTERNATE, B_FIRST, F_FIRST)))
+
+
+def _moved(early: tuple[int, ...], instance: Instance, rng: random.Random) -> tuple[int, ...]:
+    """Let the F's of one stage, or also of those after it in its loop, run a place earlier or later."""
+    S, p = instance.num_stages, instance.num_ranks
+    first, by = rng.randrange(S), rng.choice((-1, 1))
+    end = first + 1 if rng.random() < 0.5 else (first // p + 1) * p
+    return tuple(e + by if first <= s < end else e for s, e in enumerate(early or (0,) * S))
 
 
 def _regrouped(groups: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:

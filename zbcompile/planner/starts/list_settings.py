@@ -14,7 +14,7 @@ so becomes the greedy search of arXiv 2401.10241 (section 6) without a search.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from zbcompile.planner.bounds.warmup import warmup_forwards
@@ -54,12 +54,15 @@ class Setting:
         Numbers of microbatches of the groups.
     order
         Keys of F's, B's and W's where they follow a published order; else the groups make them.
+    early
+        By how many places of its rank's order the F's of every stage run earlier than the groups say.
     """
 
     name: str
     recipe: Recipe
     groups: tuple[int, ...]
     order: tuple[int, ...] = ()
+    early: tuple[int, ...] = ()
 
     def keys(self, instance: Instance) -> Sequence[int]:
         """Return the key of every action: group by group, in a group stage by stage, B's in reverse."""
@@ -75,7 +78,10 @@ class Setting:
                 place[s] = k
         most = max(count)
         rows = list(zip(range(len(first)), first, size, strict=True))
-        forward = [(most - 1) * f + place[s] * n + i for s in range(len(place)) for i, f, n in rows]
+        shifts = [2 * e + (e > 0) - (e < 0) for e in self.early or (0,) * len(place)]
+        forward = [
+            2 * ((most - 1) * f + place[s] * n + i) - shifts[s] for s in range(len(place)) for i, f, n in rows
+        ]
         back = [count[r] - 1 - place[s] for s, r in enumerate(instance.rank_of)]
         backward = [(most - 1) * f + back[s] * n + i for s in range(len(place)) for i, f, n in rows]
         return forward + backward + backward
@@ -170,12 +176,13 @@ def round_settings(instance: Instance) -> Iterator[Setting]:
     Groups have as many microbatches as there are ranks, fewer where memory allows no more, or 1 or 3 more, or
     as many more as F's run while a message travels once around the ranks: then the next F is always there.
     With K = (v - 1) G + 1 + 2 (p - 1 - r) forwards in flight on rank r nobody waits for a B of rank p - 1.
+    The settings that alternate come a second time as `_hastened` says.
     """
     p, m, room = instance.num_ranks, instance.num_microbatches, largest_group(instance)
     travel = sum(max((lag for _, lag in row), default=0) for row in instance.forward_from[1 : p + 1])
     around = -(-travel * instance.num_stages // max(1, sum(instance.forward)))
     few = tuple(2 * r for r in range(p))
-    seen = set[Setting]()
+    found: dict[Setting, None] = {}
     for more, slope, extra, rule, share, pending in (
         (0, 2, 0, ALTERNATE, 0, None),
         (around, 2, 0, ALTERNATE, 0, None),
@@ -193,10 +200,21 @@ def round_settings(instance: Instance) -> Iterator[Setting]:
         if not 1 <= group <= room:
             continue
         recipe = Recipe(rule, share, on_rank=limits, pending=pending)
-        setting = Setting("rounds", recipe, even_groups(group, m))
-        if setting not in seen:
-            seen.add(setting)
-            yield setting
+        found[Setting("rounds", recipe, even_groups(group, m))] = None
+    yield from found
+    yield from [_hastened(setting, instance) for setting in found if setting.recipe.rule == ALTERNATE]
+
+
+def _hastened(setting: Setting, instance: Instance) -> Setting:
+    """Return a setting by which rank 0 waits less.
+
+    The last two ranks begin the next group one place earlier: its F's are back on rank 0 when that has few
+    others. And all ranks wait up to half an F for a B rather than delay it by an F.
+    """
+    last = instance.num_ranks - 2
+    early = tuple(int(r >= last and s != instance.stages_of[r][-1]) for s, r in enumerate(instance.rank_of))
+    patience = tuple(max(instance.forward[s] for s in stages) // 2 for stages in instance.stages_of)
+    return replace(setting, recipe=replace(setting.recipe, patience=patience), early=early)
 
 
 def published_settings(instance: Instance, name: str, codes: Codes) -> Iterator[Setting]:
