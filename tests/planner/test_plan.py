@@ -11,7 +11,7 @@ from tests.planner.starts.test_classic import paper_problem
 from zbcompile.errors import InfeasibleError, UsageError
 from zbcompile.planner.compare import compare
 from zbcompile.planner.core.instance import Instance, to_schedule
-from zbcompile.planner.exact import proofs
+from zbcompile.planner.exact import model, proofs
 from zbcompile.planner.exact.model import ExactResult
 from zbcompile.planner.imported import rated
 from zbcompile.planner.incumbent import Progress
@@ -108,7 +108,7 @@ def test_questions_that_are_not_answered_are_not_asked_again(monkeypatch: pytest
         asked.append(value_ns)
         return ExactResult(None, None, 0, False, 0.0)
 
-    monkeypatch.setattr(proofs, "ask_below", silent)
+    monkeypatch.setattr(model, "ask_below", silent)
     problem = Problem.of(Profile.uniform(StageCost.simple(2, 2, 1, 2, 1), 8, 1), Placement.v(4), 4, 16)
     run = Run(problem, time_limit_s=60)
     search(run, (OneAtATime(), proofs.FromBelow()))

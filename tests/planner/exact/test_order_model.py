@@ -26,9 +26,10 @@ from zbcompile.planner.core.instance import (
 from zbcompile.planner.core.times import Clock
 from zbcompile.planner.exact.early_ends import end_early
 from zbcompile.planner.exact.memory_model import add_memory
-from zbcompile.planner.exact.message_model import add_messages, can_model
+from zbcompile.planner.exact.message_model import add_messages
 from zbcompile.planner.exact.model import ExactResult, refute, solve_exact
 from zbcompile.planner.exact.order_model import OrderModel
+from zbcompile.planner.exact.reach import can_model
 from zbcompile.planner.exact.solver import run
 from zbcompile.planner.exact.ticks import Ticks
 from zbcompile.planner.plan import plan

@@ -40,8 +40,8 @@ class Solver:
 
 def derive_exact(problem: Problem, witness: Witness, out: Derivation, solver: Solver) -> int | None:
     """Prove a bound of the exact model: ask for anything shorter, and fail. ``None`` where time ran out."""
-    from zbcompile.planner.exact.message_model import can_model
-    from zbcompile.planner.exact.model import MODELS, refute, split_is_exact
+    from zbcompile.planner.exact.model import refute
+    from zbcompile.planner.exact.reach import MODELS, can_model, split_is_exact
 
     instance, shorter, clock = Instance.of(problem), None, None
     plain = not problem.sends.holds_rank and split_is_exact(instance)

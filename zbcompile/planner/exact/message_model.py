@@ -26,32 +26,12 @@ from zbcompile.planner.core.instance import B, F, Op, W
 from zbcompile.planner.exact.order_model import Literal, OrderModel, negated
 from zbcompile.planner.exact.ticks import Way
 from zbcompile.schedule.ir import Kind
-from zbcompile.schedule.semantics import SendMode
 
-__all__ = ["add_messages", "can_model"]
+__all__ = ["add_messages"]
 
 _SENDS = frozenset(kind for kind in Kind if kind.is_send)
 _RECEIVES = frozenset(kind for kind in Kind if kind.is_recv)
 _COMPUTE = frozenset(kind for kind in Kind if kind.is_compute)
-
-
-def can_model(mode: SendMode) -> bool:
-    """Return whether the model knows what a send mode does to its ranks.
-
-    It does where no send holds up its rank, and where a rank waits for all of its sends before it computes
-    again, and for receives if they join an exchange.
-    """
-    if not mode.holds_rank:
-        return True
-    exchange = mode.awaited >= _RECEIVES
-    return (
-        not mode.under_way
-        and mode.awaited >= _SENDS
-        and mode.waits_before >= _COMPUTE
-        and exchange == mode.joins_exchange
-        and (exchange or not mode.awaited & _RECEIVES)
-        and (mode.receives_first or not mode.waits_before & _RECEIVES)
-    )
 
 
 @dataclass(eq=False, slots=True)

@@ -23,11 +23,8 @@ from zbcompile.planner.exact.order_model import OrderModel
 from zbcompile.planner.exact.solver import run
 from zbcompile.planner.exact.ticks import Ticks
 
-__all__ = ["MODELS", "ExactResult", "ask_below", "refute", "solve_exact", "split_is_exact"]
+__all__ = ["ExactResult", "ask_below", "refute", "solve_exact"]
 
-
-MODELS = ("exact", "exact on costs that no fusing undercuts")
-"""How witnesses call the two forms: with fusing and messages, or on `Instance.relaxed` without messages."""
 
 _MOST_TICKS = 1 << 60
 """Longest horizon of a model: the solver adds in 64 bits."""
@@ -56,16 +53,6 @@ class ExactResult:
     bound_ns: int
     proved: bool
     seconds: float
-
-
-def split_is_exact(instance: Instance) -> bool:
-    """Return whether splitting every backward never loses where sends hold up nobody."""
-    relaxed = instance.relaxed()
-    return (relaxed.backward, relaxed.weight, relaxed.pending) == (
-        instance.backward,
-        instance.weight,
-        instance.pending,
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.instance import BW, Codes, Fusing
 from zbcompile.planner.exact.crossing_proofs import crossing_applies
-from zbcompile.planner.exact.message_model import can_model
-from zbcompile.planner.exact.model import MODELS, ExactResult, ask_below, solve_exact, split_is_exact
+from zbcompile.planner.exact.reach import MODELS, can_model, split_is_exact
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.run import Run
 from zbcompile.schedule.messages import messages_of
+
+if TYPE_CHECKING:
+    from zbcompile.planner.exact.model import ExactResult
 
 __all__ = ["EXACT_ACTIONS", "Exact", "FromBelow"]
 
@@ -79,6 +82,8 @@ class Exact:
 
     def _ask(self, run: Run, fusing: Fusing, seconds: float) -> ExactResult:
         """Ask the model of the problem, or that of costs that no fusing undercuts."""
+        from zbcompile.planner.exact.model import solve_exact  # and the solver, when it is first asked
+
         best, whole = run.incumbent.codes, whole_applies(run)
         if best is not None and not whole and any(kind == BW for row in best for kind, _ in row):
             best = None
@@ -153,6 +158,8 @@ class FromBelow:
         """Yield what the answers say."""
         if run.value is None:
             return
+        from zbcompile.planner.exact.model import ask_below
+
         instance = run.instance.relaxed()
         witness = _witness(run, split_is_exact(run.instance))
         high = run.value  # the highest question still worth asking
