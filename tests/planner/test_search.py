@@ -44,7 +44,7 @@ profile = Profile.uniform(StageCost.simple(30, 31, 17, 10, 4), 8, 2)
 for objective in ("span", "makespan"):
     problem = Problem.of(profile, Placement.v(4), 6, 60, objective)
     instance = Instance.of(problem)
-    pool = offset_key_orders(instance, Scorer(instance), random.Random(3), blocks=12, dispatches=12)
+    pool = offset_key_orders(instance, Scorer(instance), random.Random(3), dispatches=12)
     print(can_compile(), pool, Annealer(instance).run(pool[0][2], 700, seed=5))
 """
 

@@ -97,7 +97,7 @@ def test_makers_of_orders_stay_within_the_bag() -> None:
         ranks = rng.randint(1, 3)
         problem = random_problem(rng, ranks=ranks, microbatches=rng.randint(2, 5))
         instance, m = Instance.of(problem), problem.num_microbatches
-        orders = [[alternate(instance, r, m, m, (rng.randint(0, m), 0)) for r in range(ranks)]]
+        orders = [[alternate(instance, r, m, m, rng.randint(0, m), 0) for r in range(ranks)]]
         keys = list(range(m)) * (3 * ranks)
         recipe = Recipe(ALTERNATE, on_rank=(m,) * ranks, idle=(0,) * ranks)
         listed = Dispatcher(instance, list).run(keys, recipe)

@@ -15,6 +15,7 @@ from zbcompile.planner.exact.proofs import EXACT_ACTIONS, Exact, FromBelow
 from zbcompile.planner.improve.fuse import RuleOfThumb, SplitOrFuse
 from zbcompile.planner.improve.halving import Anneal, AnnealOn, Fold
 from zbcompile.planner.parts import AnalyticBound, Part
+from zbcompile.planner.starts.held_dispatch import HeldDispatch
 from zbcompile.planner.starts.initial import Classic, OneAtATime
 from zbcompile.planner.starts.list_schedules import ListSchedules
 from zbcompile.planner.starts.offset_key_orders import OffsetKeyOrders
@@ -41,6 +42,7 @@ PORTFOLIO: tuple[Part, ...] = (
     ListSchedules(),
     Exact("quick_exact", actions=EXACT_ACTIONS // 2, limit=0.25, early=True),
     OtherMode(lambda: PORTFOLIO),
+    HeldDispatch(),
     SplitOrFuse(),
     Short(_SHORT),
     OffsetKeyOrders(),

@@ -52,8 +52,8 @@ class Effort:
     ----------
     list_schedules
         List schedules.
-    blocks, dispatches
-        Tries of each decoder of offset keys.
+    dispatches
+        Tries of keyed dispatch per period of the offset keys.
     anneal
         Annealing tries per order in the first round; three times as many in each further round, over the
         better third of the orders.
@@ -64,7 +64,6 @@ class Effort:
     """
 
     list_schedules: int
-    blocks: int
     dispatches: int
     anneal: int
     orders: int
@@ -80,7 +79,6 @@ class Effort:
         lists = _HOLDING_TRIES if holding else max(60, min(most, counted // actions))
         return Effort(
             lists,
-            max(15, int(40 * scale)),
             max(60, int(800 * scale * min(3, level))),
             max(500, int(16_000 * scale * level)),
             12 if actions < 6000 else 5,
@@ -95,7 +93,7 @@ class Effort:
     def quick(problem: Problem) -> Effort:
         """Return counts for a moment: to rank placements and assignments of variants."""
         several = problem.num_stages > problem.num_ranks
-        return Effort(12, 6, 12 if several else 0, 0, 0, 0)
+        return Effort(12, 12 if several else 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,7 +212,7 @@ def small_v(p: int, cap: int, m: int) -> Problem:
 
 def test_annealing_goes_on_until_the_limit_but_not_where_a_level_is_asked_for() -> None:
     """And is left out where the exact model, which uses the time too, is built."""
-    problem, effort = small_v(4, 4, 6), Effort(12, 6, 12, 10, 4, 0)
+    problem, effort = small_v(4, 4, 6), Effort(12, 12, 10, 4, 0)
     parts = (ListSchedules(), OffsetKeyOrders(), Anneal(), AnnealOn(larger_than=0))
     seen: list[PartRun] = []
     run = Run(problem, Options(trace=seen.append), time_limit_s=1.0, effort=effort)

@@ -34,7 +34,7 @@ from zbcompile.planner.plan import plan
 from zbcompile.planner.portfolio import NAMES
 from zbcompile.planner.run import Effort, Run
 from zbcompile.planner.starts.classic import orders_for
-from zbcompile.planner.starts.fused_patterns import FusedPattern, window_choices
+from zbcompile.planner.starts.fused_patterns import pattern_codes, split_windows
 from zbcompile.planner.starts.initial import Classic, one_at_a_time
 from zbcompile.schedule.check import check, faults
 from zbcompile.schedule.costs import Link, Profile, StageCost
@@ -81,8 +81,9 @@ def zb_h1_with(problem: Problem, choice: str) -> int:
         "rule": [(d, p - d) if d else (0, 0) for d in range(p)],
         "never": [(0, 0)] * p,
     }[choice]
-    pattern = FusedPattern(tuple(p - d for d in range(p)), tuple(range(p)), tuple(windows))
-    return simulate(to_schedule(pattern.codes(instance), problem), problem).makespan_ns
+    head, tail = zip(*windows, strict=True)
+    codes = pattern_codes(instance, (tuple(range(p, 0, -1)), tuple(range(p)), head, tail))
+    return simulate(to_schedule(codes, problem), problem).makespan_ns
 
 
 @pytest.mark.parametrize(
@@ -152,9 +153,8 @@ def test_blocking_sends_lead_to_the_rule_of_thumb(transport: str) -> None:
 def test_small_changes_alone_lead_from_fused_orders_to_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """With 1F1B as the only pattern to start from, the event graph leads to an order as short."""
     p, m = 4, 12
-    fused = FusedPattern(tuple(p - d for d in range(p)), (0,) * p, ((0, 0),) * p)
-    monkeypatch.setattr("zbcompile.planner.improve.fuse.fused_patterns", lambda instance: iter((fused,)))
-    monkeypatch.setattr("zbcompile.planner.improve.fuse.window_choices", lambda instance: [])
+    fused = (tuple(range(p, 0, -1)), *((0,) * p,) * 3)
+    monkeypatch.setattr("zbcompile.planner.improve.fuse.patterns", lambda *_: iter((fused,)))
     problem = table_problem(1, 10, "batched", p, m)
     incumbent = fused_search(problem, 1500)
     assert incumbent.value is not None
@@ -268,10 +268,9 @@ def test_plan_meets_brute_force_on_small_instances() -> None:
 def test_jitter_favours_the_early_send_and_is_repeatable() -> None:
     problem = table_problem(0, 0, "async", 4, 8)
     instance, clock = Instance.of(problem), Clock.of(problem)
-    choices = window_choices(instance)
     fused, split = (
-        FusedPattern((4, 3, 2, 1), (0, 1, 2, 3), windows).codes(instance)
-        for windows in (choices[1], choices[2])
+        pattern_codes(instance, ((4, 3, 2, 1), (0, 1, 2, 3), *windows))
+        for windows in split_windows(instance)[1:3]
     )
     assert jittered_mean(clock, split) == jittered_mean(clock, split)
     assert jittered_mean(clock, split) < jittered_mean(clock, fused)

@@ -17,7 +17,7 @@ from zbcompile.schedule.problem import Problem
 
 pytestmark = pytest.mark.timeout(600)  # kernels may have to be compiled
 
-EFFORT = Effort(12, 6, 12, 40, 4, 0)
+EFFORT = Effort(12, 12, 40, 4, 0)
 TIGHT, HALF = 4, 8
 """Caps of p = 4 in activations of half a stage: V-Min's memory, and ZB-V's."""
 

@@ -16,6 +16,7 @@ from zbcompile.planner.portfolio import PORTFOLIO
 from zbcompile.planner.run import Run
 from zbcompile.planner.starts.held_dispatch import Priorities, held_dispatch
 from zbcompile.planner.starts.initial import one_at_a_time
+from zbcompile.planner.starts.offset_key_orders import first_keys
 from zbcompile.schedule.check import faults
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.ir import Placement
@@ -24,11 +25,12 @@ from zbcompile.schedule.simulate import simulate
 
 
 def any_priorities(rng: random.Random, instance: Instance) -> Priorities:
-    """Random keys, that rise with the microbatches, and any choice of what is fused."""
-    m, stages = instance.num_microbatches, range(instance.num_stages)
-    keys = tuple(tuple(tuple(sorted(rng.randrange(100) for _ in range(m))) for _ in stages) for _ in range(3))
-    fused = tuple((rng.randrange(m + 1), rng.randrange(m + 1)) for _ in stages)
-    return Priorities(keys, tuple(rng.randint(1, m) for _ in stages), fused)
+    """Random offset keys and limits, and any choice of what is fused."""
+    m, offsets = instance.num_microbatches, rng.choice(list(first_keys(instance)))
+    for _ in range(4):
+        offsets = offsets.changed(rng)
+    fused = tuple((rng.randrange(m + 1), rng.randrange(m + 1)) for _ in range(instance.num_stages))
+    return Priorities(offsets, fused)
 
 
 @pytest.mark.parametrize("transport", ["rendezvous", "batched"])
@@ -50,17 +52,21 @@ def test_orders_are_whole_and_fit_and_few_hang(transport: str) -> None:
         found = faults(to_schedule(codes, problem), problem)
         assert all("deadlock" in str(fault) for fault in found)
         count["hangs" if found else "runs"] += 1
-    assert count["runs"] >= 40, count
+    assert count["runs"] >= 30, count
 
 
 @pytest.mark.parametrize("placement", [Placement.v(2), Placement.looped(2)])
-def test_plans_under_exchanges_begin_with_what_is_planned_without(placement: Placement) -> None:
-    """Those orders hang as they are; dispatched anew they are shorter than one microbatch after the other."""
+def test_first_orders_under_exchanges_are_far_shorter_than_one_at_a_time(placement: Placement) -> None:
+    """All that is planned for sends that hold up nobody may hang here; these do not."""
     stage = StageCost.simple(15, 14, 9, 20, 9)
     problem = Problem.of(Profile.uniform(stage, 4, 1), placement, 4, 160, "span", "batched")
-    run = Run(problem, time_limit_s=60)
-    search(run, [part for part in PORTFOLIO if part.name == "other_mode"])
+    found = []
+    for _ in range(2):
+        run = Run(problem, time_limit_s=60)
+        search(run, [part for part in PORTFOLIO if part.name == "held_dispatch"])
+        found.append(run.incumbent.codes)
     one = simulate(to_schedule(one_at_a_time(run.instance), problem), problem)
     assert run.value is not None
     assert run.value < 0.75 * one.span_ns
-    assert run.incumbent.lineage[-1] == "other_mode dispatch"
+    assert run.incumbent.lineage == ("held_dispatch",)
+    assert found[0] == found[1]

@@ -13,10 +13,8 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from zbcompile.planner.core.dispatch import ALTERNATE, Dispatcher, Recipe
 from zbcompile.planner.core.early_weights import fitted
 from zbcompile.planner.core.instance import Codes, Fusing, Instance, W, shaped
-from zbcompile.planner.core.paths import Paths
 from zbcompile.planner.core.score import fits
 from zbcompile.planner.improve.jitter import jittered_mean
 from zbcompile.planner.improve.row_changes import (
@@ -32,12 +30,13 @@ from zbcompile.planner.improve.row_changes import (
 from zbcompile.planner.incumbent import Order, extended
 from zbcompile.planner.run import Run
 from zbcompile.planner.starts.fused_patterns import (
-    FusedPattern,
-    fused_patterns,
+    Pattern,
+    neighbours,
+    pattern_codes,
+    patterns,
     some_by_rule,
-    window_choices,
+    split_windows,
 )
-from zbcompile.planner.starts.list_settings import standard_limits
 from zbcompile.planner.starts.offset_key_orders import offset_key_orders
 from zbcompile.schedule.semantics import SendMode
 
@@ -86,7 +85,7 @@ class SplitOrFuse:
     Attributes
     ----------
     whole
-        Whether to start from whole patterns and list schedules as well as from the best order so far.
+        Whether to start from whole patterns as well as from the best order so far.
     """
 
     name: str = "split_or_fuse"
@@ -104,7 +103,6 @@ class SplitOrFuse:
             yield from search.keyed_orders()
         elif self.whole:
             yield from search.whole_patterns()
-            yield from search.list_schedules()
         if not search.codes:  # the parts that make first orders were left out
             return
         annealed = run.holds_rank and run.several
@@ -112,7 +110,8 @@ class SplitOrFuse:
         yield from search.swept(_range_changes(run.instance))
         yield from search.swept(_single_changes(run.instance))
         search.kept = 0
-        yield from search.annealed_moves() if annealed else search.small_moves()
+        if annealed:
+            yield from search.annealed_moves()
         search.settle_ties()
         if search.score is not None:
             yield replace(search.found(), settles_tie=True)
@@ -166,51 +165,33 @@ class _Search:
         return True
 
     def whole_patterns(self) -> Iterator[Order]:
-        """Try every fused pattern once, then the best one's neighbours until none is better."""
-        instance = self.instance
-        seen: set[FusedPattern] = set()
-        kept: tuple[tuple[int, int], FusedPattern] | None = None
-        patterns, better = fused_patterns(instance), True
-        while better:
-            better = False
-            for pattern in patterns:
+        """Try every whole pattern once, then the best one's neighbours until none is better."""
+        instance, seen = self.instance, set[Pattern]()
+        best: tuple[tuple[int, int], Pattern] | None = None
+        found = patterns(instance, split_windows(instance))
+        while True:
+            before = best
+            for pattern in found:
                 if self.over:
                     return
                 if pattern in seen:
                     continue
                 seen.add(pattern)
-                codes = fitted(instance, pattern.codes(instance))
+                codes = fitted(instance, pattern_codes(instance, pattern))
                 score = None if codes is None else self.clock.score(codes)
                 self.left -= 1
-                if codes is None or score is None or (kept is not None and score >= kept[0]):
-                    continue
-                kept, better = (score, pattern), True
-                if self.take(codes, "pattern"):
-                    yield self.found()
-            if kept is None:
-                return
-            patterns = iter(kept[1].neighbours(instance.num_microbatches))
-
-    def list_schedules(self) -> Iterator[Order]:
-        """Try the list scheduler with each choice of split windows."""
-        instance = self.instance
-        dispatcher = Dispatcher(instance)
-        idle = tuple(max(0, self.run.bound.value_ns - instance.work(r)) for r in range(instance.num_ranks))
-        keys = list(range(instance.num_microbatches)) * (3 * instance.num_stages)
-        for windows in window_choices(instance):
-            for limits in standard_limits(instance, Paths.of(instance)):
-                for share in (100, 50, 0):
-                    if self.over:
-                        return
-                    recipe = Recipe(ALTERNATE, share, on_rank=limits, idle=idle, windows=windows)
-                    codes = dispatcher.run(keys, recipe)
-                    if codes is not None and self.take(codes, "list schedule"):
+                if codes is not None and score is not None and (best is None or score < best[0]):
+                    best = score, pattern
+                    if self.take(codes, "pattern"):
                         yield self.found()
+            if best is None or best == before:
+                return
+            found = neighbours(best[1], instance.num_microbatches)
 
     def keyed_orders(self) -> Iterator[Order]:
         """Several stages per rank: try orders from offset keys, as they are and all fused."""
         run, rng = self.run, random.Random(self.run.seed)
-        keyed = offset_key_orders(self.instance, run.scorer, rng, lambda: self.over, blocks=20, dispatches=40)
+        keyed = offset_key_orders(self.instance, run.scorer, rng, lambda: self.over, dispatches=40)
         for _, _, codes in keyed:
             for order in (codes, shaped(codes, Fusing.ALWAYS)):
                 if self.over:
@@ -252,20 +233,11 @@ class _Search:
             row = moved if in_order(moved) else row
         return None if row is codes[rank] else [row if r == rank else old for r, old in enumerate(codes)]
 
-    def small_moves(self) -> Iterator[Order]:
-        """With the tries that are left, move an action by a few places or flip a backward, at random."""
-        rng = random.Random(self.run.seed)
-        while not self.over:
-            changed = self.moved(self.codes, rng)
-            if changed is None:
-                self.left -= 1
-            elif self.take(changed):
-                yield self.found()
-
     def annealed_moves(self) -> Iterator[Order]:
-        """The same with longer orders on the way, ever less so: for orders that hang together by messages.
+        """With the tries that are left, move actions or flip backwards at random.
 
-        An order is worth its value and a tenth of its ranks' mean span, so that orders of one value differ.
+        Longer orders are taken on the way, ever less so: for orders that hang together by messages. An
+        order is worth its value and a tenth of its ranks' mean span, so that orders of one value differ.
         """
         rng, instance, tries = random.Random(self.run.seed), self.instance, max(1, self.left)
 

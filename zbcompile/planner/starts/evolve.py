@@ -1,6 +1,6 @@
 """Evolution: the best few of some first settings are changed at random, again and again.
 
-List schedules, offset keys, and dispatch under sends that hold their rank search this way.
+List schedules and offset keys are searched this way.
 """
 
 from __future__ import annotations

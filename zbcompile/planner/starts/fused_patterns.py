@@ -1,103 +1,56 @@
 """Orders for one stage per rank that split some backwards and fuse the others.
 
 `alternate` builds a rank's row from four numbers. Microbatch i of a stage is split if it is among the first
-``head`` or the last ``tail``, and fused in between. The list scheduler
-(`zbcompile.planner.core.dispatch`) takes the same windows and decides all else.
+``head`` or the last ``tail``, and fused in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
-from typing import Literal, get_args
+from collections.abc import Iterator, Sequence
+from itertools import islice, product
 
-from zbcompile.planner.core.dispatch import Windows
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
 from zbcompile.planner.core.paths import Paths
 
-__all__ = [
-    "FusedPattern",
-    "alternate",
-    "fused_patterns",
-    "rule_of_thumb",
-    "some_by_rule",
-    "window_choices",
-]
+__all__ = ["Pattern", "alternate", "neighbours", "pattern_codes", "patterns", "some_by_rule", "split_windows"]
+
+Row = tuple[int, ...]
+"""A number per rank."""
+
+Pattern = tuple[Row, Row, Row, Row]
+"""The numbers that `alternate` takes: warm, waiting, head and tail."""
+
+_STEPS = ((3,), (2,), (1,), (0,), (1, 2))
+"""Which rows a step to a neighbouring pattern changes, in the order in which they are tried."""
 
 _RULE_ACTIONS = 40_000
 """Most actions in all orders that `some_by_rule` yields."""
 
-_Field = Literal["tail", "head", "waiting", "warm", "head and waiting"]
-_FIELDS: tuple[_Field, ...] = get_args(_Field)
-"""What one step to a neighbouring pattern changes, in the order in which it is tried."""
+
+def pattern_codes(instance: Instance, pattern: Pattern) -> Codes:
+    """Return the order of a pattern."""
+    return [alternate(instance, rank, *numbers) for rank, numbers in enumerate(zip(*pattern, strict=True))]
 
 
-@dataclass(frozen=True, slots=True)
-class FusedPattern:
-    """An order in a few numbers per rank.
+def neighbours(pattern: Pattern, count: int) -> Iterator[Pattern]:
+    """Yield patterns with one number more or less, ``count`` at most.
 
-    Attributes
-    ----------
-    warm
-        F's before the first backward.
-    waiting
-        W's that may wait.
-    windows
-        Split windows: how many microbatches are split at the start and at the end.
+    On all ranks, by a slope that grows or falls along the ranks, or on one rank.
     """
-
-    warm: tuple[int, ...]
-    waiting: tuple[int, ...]
-    windows: Windows
-
-    def codes(self, instance: Instance) -> Codes:
-        """Return the order."""
-        return [
-            alternate(instance, rank, self.warm[rank], self.waiting[rank], self.windows[rank])
-            for rank in range(instance.num_ranks)
-        ]
-
-    def neighbours(self, count: int) -> Iterator[FusedPattern]:
-        """Yield patterns with one number more or less.
-
-        On one rank, on all, or by a slope that grows or falls along the ranks.
-        """
-        for field in _FIELDS:
-            for shape in self._shapes():
-                for sign in (1, -1):
-                    yield self._shifted(field, tuple(sign * v for v in shape), count)
-
-    def _shapes(self) -> Iterator[tuple[int, ...]]:
-        """Yield what one step adds on every rank."""
-        p = len(self.warm)
-        yield (1,) * p
-        yield tuple(range(p))
-        yield tuple(p - d for d in range(p))
-        for d in range(p):
-            yield tuple(int(r == d) for r in range(p))
-
-    def _shifted(self, field: _Field, steps: tuple[int, ...], count: int) -> FusedPattern:
-        """Return the pattern with the numbers of a field changed by ``steps``, rank by rank."""
-
-        def shift(row: tuple[int, ...], least: int) -> tuple[int, ...]:
-            return tuple(max(least, min(count, v + step)) for v, step in zip(row, steps, strict=True))
-
-        heads, tails = tuple(h for h, _ in self.windows), tuple(t for _, t in self.windows)
-        warm, waiting = self.warm, self.waiting
-        if field == "warm":
-            warm = shift(warm, 1)
-        if field in ("waiting", "head and waiting"):
-            waiting = shift(waiting, 0)
-        if field in ("head", "head and waiting"):
-            heads = shift(heads, 0)
-        if field == "tail":
-            tails = shift(tails, 0)
-        return FusedPattern(warm, waiting, tuple(zip(heads, tails, strict=True)))
+    p = len(pattern[0])
+    units = [tuple(int(r == d) for r in range(p)) for d in range(p)]
+    shapes = [(1,) * p, tuple(range(p)), tuple(range(p, 0, -1)), *units]
+    for rows, shape, sign in product(_STEPS, shapes, (1, -1)):
+        changed = list(pattern)
+        for k in rows:
+            moved = (number + sign * step for number, step in zip(pattern[k], shape, strict=True))
+            changed[k] = tuple(max(int(k == 0), min(count, number)) for number in moved)
+        warm, waiting, head, tail = changed
+        yield warm, waiting, head, tail
 
 
 def alternate(
-    instance: Instance, rank: int, warm: int, waiting: int, window: tuple[int, int]
+    instance: Instance, rank: int, warm: int, waiting: int, head: int, tail: int
 ) -> list[tuple[int, int]]:
     """Return a row of ``warm`` F's, then a backward and an F in turn.
 
@@ -115,8 +68,8 @@ def alternate(
         F's before the first backward.
     waiting
         W's that may wait.
-    window
-        (head, tail): how many microbatches are split at the start and at the end.
+    head, tail
+        How many microbatches are split at the start and at the end.
     """
     s, m, headroom = instance.stages_of[rank][0], instance.num_microbatches, instance.headroom[rank]
     change, peak = ([row[s] for row in table] for table in (instance.memory.change, instance.memory.peak))
@@ -139,69 +92,59 @@ def alternate(
             row.append((F, s))
             held, forwards = held + change[F], forwards + 1
             continue
-        if backwards < window[0] or backwards >= m - window[1]:
-            while pending and held + peak[B] > headroom:
-                weights(pending - 1)
-        split = (backwards < window[0] or backwards >= m - window[1]) and held + peak[B] <= headroom
+        split = backwards < head or backwards >= m - tail
+        while split and pending and held + peak[B] > headroom:
+            weights(pending - 1)
+        split = split and held + peak[B] <= headroom
         row.append((B if split else BW, s))
         held, pending = held + change[B if split else BW], pending + split
         backwards += 1
-        if split or backwards > m - window[1]:
+        if split or backwards > m - tail:
             weights(min(pending, waiting if forwards < m else max(0, pending - 1)))
     weights(0)
     return row
 
 
-def window_choices(instance: Instance) -> list[Windows]:
-    """Return split windows to try.
+def split_windows(instance: Instance) -> list[tuple[Row, Row]]:
+    """Return split windows to try, as heads and tails.
 
-    The rule of thumb, never, all, all but rank 0, and wider or narrower rules.
+    The rule of thumb (rank r splits the first r and the last p - r, rank 0 none), never, all, all but rank 0,
+    and wider or narrower rules.
     """
     p, m = instance.num_ranks, instance.num_microbatches
-    made: list[list[tuple[int, int]]] = [
-        [(d, p - d) if d else (0, 0) for d in range(p)],
-        [(0, 0)] * p,
-        [(m, m)] * p,
-        [(m, m) if d else (0, 0) for d in range(p)],
-        [(0, p - d) if d else (0, 0) for d in range(p)],
-        [(d, 1) if d else (0, 0) for d in range(p)],
-        [(2 * d, 2 * (p - d)) if d else (0, 0) for d in range(p)],
-        [(d, 2 * (p - d)) for d in range(p)],
-        [(0, 2 * (p - d)) for d in range(p)],
+    ranks = range(p)
+    made: list[tuple[list[int], list[int]]] = [
+        (list(ranks), [p - d if d else 0 for d in ranks]),
+        ([0] * p, [0] * p),
+        ([m] * p, [m] * p),
+        ([m if d else 0 for d in ranks], [m if d else 0 for d in ranks]),
+        ([0] * p, [p - d if d else 0 for d in ranks]),
+        (list(ranks), [int(d > 0) for d in ranks]),
+        ([2 * d for d in ranks], [2 * (p - d) if d else 0 for d in ranks]),
+        (list(ranks), [2 * (p - d) for d in ranks]),
+        ([0] * p, [2 * (p - d) for d in ranks]),
     ]
-    return [tuple((min(m, h), min(m, t)) for h, t in row) for row in made]
+    return [(tuple(min(m, h) for h in head), tuple(min(m, t) for t in tail)) for head, tail in made]
 
 
-def fused_patterns(instance: Instance) -> Iterator[FusedPattern]:
-    """Yield whole patterns, in a fixed order."""
+def patterns(instance: Instance, windows: Sequence[tuple[Row, Row]]) -> Iterator[Pattern]:
+    """Yield whole patterns with each of the split windows, in a fixed order."""
     p, m = instance.num_ranks, instance.num_microbatches
     paths = Paths.of(instance)
-    trips = [paths.f_to_b(stages[0], stages[0]) for stages in instance.stages_of]
-    need = [
-        -(-trip // max(1, instance.forward[s[0]])) for trip, s in zip(trips, instance.stages_of, strict=True)
-    ]
     warms = [
         [p - d for d in range(p)],
         [p - d + (p - d) // 2 for d in range(p)],
         [2 * (p - d) - 1 for d in range(p)],
-        need,
+        [-(-paths.f_to_b(s, s) // max(1, instance.forward[s])) for s, *_ in instance.stages_of],
     ]
-    waits = [list(range(p)), [0] * p, [2 * d for d in range(p)], [m] * p]
-    for windows in window_choices(instance):
-        for warm in warms:
-            for waiting in waits:
-                yield FusedPattern(tuple(max(1, min(m, w)) for w in warm), tuple(waiting), windows)
+    waits = [tuple(range(p)), (0,) * p, tuple(range(0, 2 * p, 2)), (m,) * p]
+    for (head, tail), warm, waiting in product(windows, warms, waits):
+        yield tuple(max(1, min(m, w)) for w in warm), waiting, head, tail
 
 
 def some_by_rule(instance: Instance) -> Iterator[Codes]:
-    """Yield the first orders of `rule_of_thumb`, so many that timing them takes a moment."""
+    """Yield orders that split by the rule of thumb, as many as take a moment to time."""
     actions = 3 * instance.num_stages * instance.num_microbatches
-    return islice(rule_of_thumb(instance), max(1, _RULE_ACTIONS // actions))
-
-
-def rule_of_thumb(instance: Instance) -> Iterator[Codes]:
-    """Yield orders that split by the rule of thumb: rank r the first r and the last p - r, rank 0 none."""
-    rule = window_choices(instance)[0]
-    for pattern in fused_patterns(instance):
-        if pattern.windows == rule:
-            yield pattern.codes(instance)
+    by_rule = patterns(instance, split_windows(instance)[:1])
+    for pattern in islice(by_rule, max(1, _RULE_ACTIONS // actions)):
+        yield pattern_codes(instance, pattern)

@@ -6,8 +6,7 @@ have arrived and its own sends were taken. So a rank is held until the ranks tha
 receives posted ahead. A choice that would close a circle of ranks, each held by the next, is not made.
 
 The order is timed by the clock of the send mode afterwards: receives that share a channel, or join an
-exchange across W's, may make it a little longer than here. An order for another send mode is dispatched anew
-with its times as keys, which are then evolved (`dispatched_anew`).
+exchange across W's, may make it a little longer than here. The keys are offset keys, which are evolved.
 """
 
 from __future__ import annotations
@@ -17,22 +16,18 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, Op, W
-from zbcompile.planner.core.score import latest_starts
+from zbcompile.planner.core.instance import BW, B, Codes, F, Op, W
 from zbcompile.planner.core.scorer import Score
 from zbcompile.planner.core.times import Clock
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.run import Run
 from zbcompile.planner.starts.evolve import Pool
-from zbcompile.schedule.problem import Problem
+from zbcompile.planner.starts.offset_key_orders import KeysInFlight, first_keys
 
-__all__ = ["Priorities", "dispatched_anew", "held_dispatch"]
+__all__ = ["HeldDispatch", "Priorities", "held_dispatch"]
 
-_LATE = (0, 2, -3, 30)
-"""How many W's later than in the order W's are due."""
-
-Keys = tuple[tuple[tuple[int, ...], ...], ...]
-"""Keys of F's, B's and W's, by stage and microbatch."""
+_MOST_STEPS = 50_000
+"""Most actions times ranks that are dispatched: a quarter of a second each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +36,54 @@ class Priorities:
 
     Attributes
     ----------
-    keys
-        The smaller goes first.
-    in_flight
-        Most microbatches between F and B per stage.
+    offsets
+        Offset keys, of which the smaller goes first, and the most microbatches between F and B per stage.
     fused
         Per stage, from which microbatch up to which one backwards are fused.
     """
 
-    keys: Keys
-    in_flight: tuple[int, ...]
+    offsets: KeysInFlight
     fused: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldDispatch:
+    """Orders dispatched as sends hold the ranks, by offset keys that are evolved."""
+
+    name: str = "held_dispatch"
+    instant: bool = False
+
+    def applies(self, run: Run) -> bool:
+        """Return whether sends hold their rank, some rank has several stages, and the orders are short."""
+        return run.holds_rank and run.several and run.actions * run.instance.num_ranks <= _MOST_STEPS
+
+    def propose(self, run: Run) -> Iterator[Order]:
+        """Yield what is better than all before."""
+        instance, clock, rng = run.instance, run.incumbent.clock, random.Random(run.seed)
+        count, m = instance.num_stages, instance.num_microbatches
+        first = [
+            Priorities(keys, (fused,) * count) for keys in first_keys(instance) for fused in ((0, 0), (0, m))
+        ]
+
+        def score(priorities: Priorities) -> Score | None:
+            codes = held_dispatch(clock, priorities)
+            return None if codes is None else clock.score(codes)
+
+        pool, tries = Pool[Priorities](score, most=12, changed=4), len(first) + run.effort.dispatches // 4
+        for chosen in pool.evolve(first, lambda old: _changed(old, m, rng), rng, tries, run.over):
+            codes = held_dispatch(clock, chosen)
+            assert codes is not None
+            yield Order(codes, (self.name,))
+
+
+def _changed(priorities: Priorities, m: int, rng: random.Random) -> Priorities:
+    """Return the priorities with other keys or limits, or others fused at one stage or at all."""
+    if rng.random() < 0.7:
+        return replace(priorities, offsets=priorities.offsets.changed(rng))
+    s, every = rng.randrange(len(priorities.fused)), rng.random() < 0.3
+    window = sorted((rng.choice((0, 1, 2, m // 2, m)), rng.choice((0, m // 2, m - 2, m - 1, m))))
+    fused = ((window[0], window[1]) if every or k == s else old for k, old in enumerate(priorities.fused))
+    return replace(priorities, fused=tuple(fused))
 
 
 @dataclass(slots=True)
@@ -103,7 +135,9 @@ class _Dispatch:
     """One dispatch. A BW counts as its B among what was done and what others wait for."""
 
     def __init__(self, clock: Clock, priorities: Priorities) -> None:
-        self.clock, self.instance, self.priorities = clock, clock.instance, priorities
+        self.clock, self.instance = clock, clock.instance
+        self.keys, self.fused = priorities.offsets.keys.keys(clock.instance)[0], priorities.fused
+        self.in_flight = priorities.offsets.in_flight
         self.ahead = clock.problem.sends.receive_depth
         instance = self.instance
         self.ranks = [_Rank() for _ in instance.stages_of]
@@ -153,24 +187,29 @@ class _Dispatch:
 
     def _choices(self, number: int) -> list[tuple[int, int, Op]]:
         """Return what a rank without a next action could run, as (key, rank, action)."""
-        rank, instance, keys = self.ranks[number], self.instance, self.priorities.keys
+        rank, instance = self.ranks[number], self.instance
         if rank.next is not None:
             return []
         found = []
         room, peak, m = instance.headroom[number] - rank.held, instance.memory.peak, instance.num_microbatches
         for place, s in enumerate(instance.stages_of[number]):
             f, b, w = (self.done[kind][s] for kind in (F, B, W))
-            free = f < m and f - b < self.priorities.in_flight[s] and self._is_sent((F, s, f))
+            free = f < m and f - b < self.in_flight[s] and self._is_sent((F, s, f))
             if free and self._forward_peak(number, place) <= room:
-                found.append((keys[F][s][f], number, (F, s, f)))
+                found.append((F, s, f))
             if b < f and self._is_sent((B, s, b)):
-                first, last = self.priorities.fused[s]
+                first, last = self.fused[s]
                 kind = BW if first <= b < last or peak[B][s] > room else B
                 if peak[kind][s] <= room:
-                    found.append((keys[B][s][b], number, (kind, s, b)))
+                    found.append((kind, s, b))
             if self.waiting[s]:
-                found.append((keys[W][s][w], number, (W, s, w)))
-        return found
+                found.append((W, s, w))
+        return [(self._key(op), number, op) for op in found]
+
+    def _key(self, op: Op) -> int:
+        """Return the key of an action."""
+        side, s, i = _as_user(op)
+        return self.keys[(side * self.instance.num_stages + s) * self.instance.num_microbatches + i]
 
     def _forward_peak(self, number: int, place: int) -> int:
         """Return the bytes that an F of a rank's stage needs, with what may have to follow it at once.
@@ -245,92 +284,3 @@ class _Dispatch:
 def _as_user(op: Op) -> Op:
     """Return an action by the name under which messages are for it."""
     return (B, *op[1:]) if op[0] == BW else op
-
-
-def dispatched_anew(
-    run: Run, problem: Problem, order: Order, rng: random.Random, name: str
-) -> Iterator[Order]:
-    """Yield orders that are shorter than those before: the order's times are keys, evolved by small changes.
-
-    Parameters
-    ----------
-    run
-        The run under a mode that holds ranks.
-    problem
-        The problem under the mode of the order.
-    order
-        The order.
-    rng
-        Decides the changes.
-    name
-        The part's name.
-    """
-    instance, clock = run.instance, run.incumbent.clock
-    m, count = instance.num_microbatches, instance.num_stages
-    longest = max(*instance.forward, *instance.backward, *instance.weight)
-    keys = _keys(Instance.of(problem), order)
-    first = [
-        Priorities(
-            _shifted(keys, {(W, s): late * longest for s in range(count)}), (few,) * count, (fused,) * count
-        )
-        for late in _LATE
-        for few in sorted({max(1, m // 2), m})
-        for fused in ((0, 0), (0, m))
-    ]
-
-    def score(priorities: Priorities) -> Score | None:
-        codes = held_dispatch(clock, priorities)
-        return None if codes is None else clock.score(codes)
-
-    pool, tries = Pool[Priorities](score, most=12, changed=4), len(first) + run.effort.dispatches // 8
-    for chosen in pool.evolve(first, lambda old: _changed(old, longest, m, rng), rng, tries, run.over):
-        codes = held_dispatch(clock, chosen)
-        assert codes is not None
-        yield order.then(f"{name} dispatch", codes)
-
-
-def _keys(instance: Instance, order: Order) -> Keys:
-    """Return the latest starts of an order by kind, stage and microbatch; a W that it fuses is due last."""
-    starts = {
-        (B if kind == BW else kind, s, i): start
-        for (kind, s, i), start in latest_starts(instance, order.codes).items()
-    }
-    last, counted = max(starts.values()), range(instance.num_microbatches)
-    return tuple(
-        tuple(tuple(starts.get((kind, s, i), last) for i in counted) for s in range(instance.num_stages))
-        for kind in (F, B, W)
-    )
-
-
-def _shifted(keys: Keys, shifts: dict[tuple[int, int], int]) -> Keys:
-    """Return the keys with those of some (kind, stage) moved by some ns."""
-    return tuple(
-        tuple(tuple(key + shifts.get((kind, s), 0) for key in row) for s, row in enumerate(rows))
-        for kind, rows in enumerate(keys)
-    )
-
-
-def _changed(priorities: Priorities, longest: int, m: int, rng: random.Random) -> Priorities:
-    """Return the priorities with one to three changes.
-
-    The keys of one kind move, for one stage or some neighbouring ones; one stage's microbatches in flight
-    change by one; or what is fused changes, for one stage or for all.
-    """
-    count = len(priorities.in_flight)
-    for _ in range(rng.randint(1, 3)):
-        dice, s = rng.random(), rng.randrange(count)
-        if dice < 0.55:
-            kind, step = rng.choice((F, B, W)), rng.choice((-3, -2, -1, 1, 2, 3)) * longest // 2
-            end = s + 1 if dice < 0.35 else rng.randint(s + 1, count)
-            keys = _shifted(priorities.keys, {(kind, other): step for other in range(s, end)})
-            priorities = replace(priorities, keys=keys)
-        elif dice < 0.75:
-            in_flight = list(priorities.in_flight)
-            in_flight[s] = max(1, min(m, in_flight[s] + rng.choice((-1, 1))))
-            priorities = replace(priorities, in_flight=tuple(in_flight))
-        else:
-            low, high = sorted((rng.choice((0, 1, 2, m // 2, m)), rng.choice((0, m // 2, m - 2, m - 1, m))))
-            every = rng.random() < 0.3
-            fused = [(low, high) if every or k == s else old for k, old in enumerate(priorities.fused)]
-            priorities = replace(priorities, fused=tuple(fused))
-    return priorities

@@ -1,4 +1,4 @@
-"""Orders decoded from offset keys that are evolved, by repeated blocks and by keyed dispatch.
+"""Orders that keyed dispatch makes of offset keys, which are evolved.
 
 Everything is counted in tries, so that a seed decides the result; the time limit only cuts it off.
 """
@@ -19,27 +19,13 @@ from zbcompile.planner.run import Run
 from zbcompile.planner.starts.evolve import Pool
 from zbcompile.planner.starts.offset_keys import (
     OffsetKeys,
-    block_order,
     mutate,
     standard_offset_keys,
     waves_of,
 )
 from zbcompile.planner.starts.other_problems import is_long
 
-__all__ = ["OffsetKeyOrders", "block_orders", "dispatched_orders", "offset_key_orders", "standard_orders"]
-
-
-def block_orders(
-    instance: Instance,
-    scorer: Scorer,
-    tries: int,
-    rng: random.Random,
-    stop: Callable[[], bool] = lambda: False,
-) -> list[Scored]:
-    """Return the two best orders of ``tries`` offset keys decoded as repeated blocks, fewer if ``stop()``."""
-    pool = Pool[OffsetKeys](lambda keys: scorer.score(block_order(instance, keys)), most=12)
-    list(pool.evolve(_standard(instance), lambda keys: mutate(keys, rng), rng, tries, stop))
-    return pool.orders(2, lambda keys: block_order(instance, keys))
+__all__ = ["KeysInFlight", "OffsetKeyOrders", "first_keys", "offset_key_orders"]
 
 
 def dispatched_orders(
@@ -75,7 +61,7 @@ def dispatched_orders(
     """
     tried = gained = 0
 
-    def score(setting: _Setting) -> Score | None:
+    def score(setting: KeysInFlight) -> Score | None:
         nonlocal tried, gained
         found = setting.score(dispatcher, scorer)
         if found is not None and (not pool.best or found[0] < pool.best[0][0][0]):
@@ -83,18 +69,9 @@ def dispatched_orders(
         tried += 1
         return found
 
-    def change(setting: _Setting) -> _Setting:
-        if rng.random() < 0.5:
-            return replace(setting, keys=mutate(setting.keys, rng))
-        in_flight = list(setting.in_flight)
-        for _ in range(rng.randint(1, 3)):
-            s = rng.randrange(len(in_flight))
-            in_flight[s] = max(1, in_flight[s] + rng.choice((-1, 1)))
-        return replace(setting, in_flight=tuple(in_flight))
-
-    pool = Pool[_Setting](score)
-    first = _first(instance, period)
-    list(pool.evolve(first, change, rng, tries, lambda: tried - gained > tries // 3 or stop()))
+    pool = Pool[KeysInFlight](score)
+    first, over = first_keys(instance, period), lambda: tried - gained > tries // 3 or stop()
+    list(pool.evolve(first, lambda old: old.changed(rng), rng, tries, over))
     return pool.orders(2, lambda setting: setting.order(dispatcher))
 
 
@@ -109,8 +86,8 @@ def standard_orders(
     With three periods, and with up to two microbatches in flight beyond those that the keys imply. Below the
     memory of V-Half all of them are worth annealing: the shortest often become the longest.
     """
-    pool = Pool[_Setting](lambda setting: setting.score(dispatcher, scorer), most=sys.maxsize)
-    for setting in chain.from_iterable(_first(instance, period) for period in _periods(instance)):
+    pool = Pool[KeysInFlight](lambda setting: setting.score(dispatcher, scorer), most=sys.maxsize)
+    for setting in chain.from_iterable(first_keys(instance, period) for period in _periods(instance)):
         if stop():
             break
         pool.take(setting)
@@ -118,11 +95,21 @@ def standard_orders(
 
 
 @dataclass(frozen=True, slots=True)
-class _Setting:
+class KeysInFlight:
     """Offset keys, and the most microbatches in flight per stage."""
 
     keys: OffsetKeys
     in_flight: tuple[int, ...]
+
+    def changed(self, rng: random.Random) -> KeysInFlight:
+        """Return other keys with the same limits, or the same keys with one to three other limits."""
+        if rng.random() < 0.5:
+            return replace(self, keys=mutate(self.keys, rng))
+        in_flight = list(self.in_flight)
+        for _ in range(rng.randint(1, 3)):
+            s = rng.randrange(len(in_flight))
+            in_flight[s] = max(1, in_flight[s] + rng.choice((-1, 1)))
+        return replace(self, in_flight=tuple(in_flight))
 
     def score(self, dispatcher: Dispatcher, scorer: Scorer) -> Score | None:
         """Return the score of what keyed dispatch makes of it."""
@@ -140,12 +127,12 @@ def _standard(instance: Instance) -> list[OffsetKeys]:
     return standard_offset_keys(len(waves_of(instance)), instance.num_ranks)
 
 
-def _first(instance: Instance, period: int) -> Iterator[_Setting]:
+def first_keys(instance: Instance, period: int = 0) -> Iterator[KeysInFlight]:
     """Yield standard keys with as many microbatches in flight as they imply, with one more, and with two."""
     for more in range(3):
         for standard in _standard(instance):
             keys = replace(standard, period=period)
-            yield _Setting(keys, tuple(limit + more for limit in keys.keys(instance)[1]))
+            yield KeysInFlight(keys, tuple(limit + more for limit in keys.keys(instance)[1]))
 
 
 def _periods(instance: Instance) -> tuple[int, int, int]:
@@ -156,7 +143,7 @@ def _periods(instance: Instance) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class OffsetKeyOrders:
-    """Orders decoded from offset keys, by both decoders.
+    """Orders that keyed dispatch makes of offset keys.
 
     Attributes
     ----------
@@ -170,22 +157,19 @@ class OffsetKeyOrders:
     instant: bool = False
 
     def applies(self, run: Run) -> bool:
-        """Return whether a decoder can be used for the problem."""
+        """Return whether they are wanted, and a dispatch takes little enough time."""
         wanted = self.always or not (run.holds_rank or is_long(run))
-        return wanted and run.effort.dispatches > 0 and (run.several or dispatch_pays(run.instance))
+        return wanted and run.effort.dispatches > 0 and dispatch_pays(run.instance)
 
     def propose(self, run: Run) -> Iterator[Order]:
-        """Yield the best of each decoder and period, best first."""
-        rng, effort = random.Random(run.seed), run.effort
-        found = offset_key_orders(
-            run.instance, run.scorer, rng, run.over, blocks=effort.blocks, dispatches=effort.dispatches
-        )
-        for value, score, codes in sorted(found, key=lambda entry: entry[:2]):
+        """Yield the best of each period, best first; under little memory those of all first keys, too."""
+        instance, rng, dispatches = run.instance, random.Random(run.seed), run.effort.dispatches
+        found = offset_key_orders(instance, run.scorer, rng, run.over, dispatches=dispatches)
+        found.sort(key=lambda entry: entry[:2])
+        if run.is_tight and not run.holds_rank:
+            found += standard_orders(instance, run.scorer, Dispatcher(instance), run.over)
+        for value, score, codes in found:
             yield Order(codes, (self.name,), None if run.holds_rank else (value, score))
-        if run.is_tight and not run.holds_rank and dispatch_pays(run.instance):
-            dispatcher = Dispatcher(run.instance)
-            for value, score, codes in standard_orders(run.instance, run.scorer, dispatcher, run.over):
-                yield Order(codes, (self.name,), (value, score))
 
 
 def offset_key_orders(
@@ -194,10 +178,9 @@ def offset_key_orders(
     rng: random.Random,
     over: Callable[[], bool] = lambda: False,
     *,
-    blocks: int,
     dispatches: int,
 ) -> list[Scored]:
-    """Return orders from both decoders, as far as the time goes.
+    """Return the best two orders of every period, as far as the time goes; none where a dispatch is slow.
 
     Parameters
     ----------
@@ -209,24 +192,14 @@ def offset_key_orders(
         Decides the changes.
     over
         Asked before every try whether to end early.
-    blocks
-        Offset keys to decode as repeated blocks, if a rank has several stages.
     dispatches
-        Recipes to decode by keyed dispatch, per period.
-
-    Returns
-    -------
-    list of Scored
-        The best of each decoder and period.
+        Recipes to decode per period.
     """
-    found: list[Scored] = []
-    several = any(len(stages) > 1 for stages in instance.stages_of)
-    if several and not over():
-        found = block_orders(instance, scorer, blocks, rng, over)
     if not dispatch_pays(instance):
-        return found
-    dispatcher = Dispatcher(instance)
+        return []
+    dispatcher, found = Dispatcher(instance), list[Scored]()
     slots, *more = _periods(instance)
+    several = instance.num_stages > instance.num_ranks
     for period in (slots, *more, *more, slots) if several else (slots, 2 * slots):
         own = random.Random(rng.random())
         if not over():

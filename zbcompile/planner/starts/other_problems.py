@@ -1,19 +1,17 @@
 """Starts from plans of other problems: shorter, or with another send mode.
 
-Of a plan for few microbatches the middle is repeated. A plan for another send mode is taken as it is, which
-may hang here or take longer, and dispatched anew.
+Of a plan for few microbatches the middle is repeated. A plan for another send mode is taken as it is: it may
+hang here, or take longer.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.parts import Part, planned
 from zbcompile.planner.run import Effort, Run
-from zbcompile.planner.starts.held_dispatch import dispatched_anew
 from zbcompile.planner.starts.stretch import stretch
 
 __all__ = ["OtherMode", "Short", "is_long"]
@@ -23,12 +21,6 @@ _LONG = 2500
 
 _BLOCKS = 12
 """The microbatches to repeat are a multiple of this, so that blocks of 1, 2, 3, 4, 6 and 12 will do."""
-
-_MOST_STEPS = 50_000
-"""Most actions times ranks that are dispatched: a quarter of a second each time."""
-
-_BASES = 2
-"""Orders whose times become keys."""
 
 
 def is_long(run: Run) -> bool:
@@ -81,8 +73,7 @@ class Short:
 class OtherMode:
     """A plan for the mode that `zbcompile.schedule.semantics.SendMode.starts_as` names.
 
-    Its orders are taken as they are, which may hang here or take longer, and dispatched anew as this mode
-    holds ranks.
+    Its orders are taken as they are: they may hang here, or take longer.
 
     Attributes
     ----------
@@ -100,18 +91,12 @@ class OtherMode:
         return problem.sends.starts_as is not None and problem.num_stages != problem.num_ranks
 
     def propose(self, run: Run) -> Iterator[Order]:
-        """Yield what is known or in the pool after a third of the time left, then orders dispatched anew."""
+        """Yield what is known or in the pool after a third of the time left."""
         other = run.problem.sends.starts_as
         assert other is not None
         problem = run.problem.with_(transport=other.name)
         inner = run.inner(problem, run.seconds_left / 3)
-        orders = []
         for order in planned(inner, self.parts()):
-            orders.append(order)
             yield order.then(self.name, order.codes)
         for order in () if inner.holds_rank else inner.pool:
             yield order.then(self.name, order.codes)
-        if run.actions * run.instance.num_ranks > _MOST_STEPS:
-            return
-        for k, order in enumerate(orders[:_BASES]):
-            yield from dispatched_anew(run, problem, order, random.Random(run.seed + k), self.name)
