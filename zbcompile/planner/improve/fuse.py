@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zbcompile.planner.core.early_weights import fitted
-from zbcompile.planner.core.instance import Codes, Fusing, Instance, W, shaped
+from zbcompile.planner.core.instance import Codes, Fusing, Instance, W
 from zbcompile.planner.core.score import fits
 from zbcompile.planner.improve.jitter import jittered_mean
 from zbcompile.planner.improve.row_changes import (
@@ -37,7 +37,6 @@ from zbcompile.planner.starts.fused_patterns import (
     some_by_rule,
     split_windows,
 )
-from zbcompile.planner.starts.offset_key_orders import offset_key_orders
 from zbcompile.schedule.semantics import SendMode
 
 __all__ = ["RuleOfThumb", "SplitOrFuse", "fusing_matters"]
@@ -85,7 +84,7 @@ class SplitOrFuse:
     Attributes
     ----------
     whole
-        Whether to start from whole patterns as well as from the best order so far.
+        Whether to start from whole patterns, where every rank has one stage, as well as from the best order.
     """
 
     name: str = "split_or_fuse"
@@ -99,9 +98,7 @@ class SplitOrFuse:
         """Yield every order that is shorter, as long with shorter rank spans, or with fewer splits."""
         tries = run.effort.fusing if self.whole else run.effort.fusing // 3
         search = _Search(run, self.name, tries, share=0.9 if run.holds_rank else 0.3)
-        if self.whole and run.several:
-            yield from search.keyed_orders()
-        elif self.whole:
+        if self.whole and run.alone:
             yield from search.whole_patterns()
         if not search.codes:  # the parts that make first orders were left out
             return
@@ -187,17 +184,6 @@ class _Search:
             if best is None or best == before:
                 return
             found = neighbours(best[1], instance.num_microbatches)
-
-    def keyed_orders(self) -> Iterator[Order]:
-        """Several stages per rank: try orders from offset keys, as they are and all fused."""
-        run, rng = self.run, random.Random(self.run.seed)
-        keyed = offset_key_orders(self.instance, run.scorer, rng, lambda: self.over, dispatches=40)
-        for _, _, codes in keyed:
-            for order in (codes, shaped(codes, Fusing.ALWAYS)):
-                if self.over:
-                    return
-                if self.take(order, "offset keys"):
-                    yield self.found()
 
     def swept(self, changes: Sequence[_Change]) -> Iterator[Order]:
         """Try changes to the best order so far, one after the other, until none of them helps."""
