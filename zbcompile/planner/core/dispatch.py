@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from zbcompile.planner.core.compiled import MakeVector, Vector, vector
 from zbcompile.planner.core.dispatch_kernel import ALTERNATE, B_FIRST, BY_KEY, F_FIRST, FAR, IN_TURN, place
@@ -35,14 +36,10 @@ __all__ = [
     "IN_TURN",
     "Dispatcher",
     "Recipe",
-    "Windows",
     "dispatch_pays",
 ]
 
 _MOST_STEPS = 30_000_000
-
-Windows = tuple[tuple[int, int], ...]
-"""Per rank (head, tail): how many microbatches are split at the start and at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +60,6 @@ class Recipe:
         Most W's waiting per rank.
     idle
         Idle time in ns per rank, between its first and last action, before W's fill every gap.
-    windows
-        Split windows; backwards outside them run fused. All are split where left out.
     patience
         Longest wait in ns per rank for a B that is on its way where an F could start. 0 where left out.
     """
@@ -75,17 +70,14 @@ class Recipe:
     on_rank: tuple[int, ...] | None = None
     pending: tuple[int, ...] | None = None
     idle: tuple[int, ...] | None = None
-    windows: Windows | None = None
     patience: tuple[int, ...] | None = None
 
     def flat(self, instance: Instance) -> list[int]:
-        """Return S numbers for ``in_flight`` and p each for the others, heads and tails apart."""
+        """Return S numbers for ``in_flight`` and p each for the others."""
         S, p, m = instance.num_stages, instance.num_ranks, instance.num_microbatches
         limits = [*(self.in_flight or (m,) * S)]
         for row in (self.on_rank, self.pending, self.idle):
             limits += row or (FAR,) * p
-        windows = self.windows or ((m, m),) * p
-        limits += [head for head, _ in windows] + [tail for _, tail in windows]
         return limits + list(self.patience or (0,) * p)
 
 
@@ -113,7 +105,7 @@ class Dispatcher:
     instance, vector
         The same.
     offsets
-        Where each rank's row begins in the line that `run_line` returned last.
+        Where each rank's row begins in the line of `run_line`, and its length.
     """
 
     def __init__(self, instance: Instance, vector: MakeVector = vector) -> None:
@@ -121,7 +113,8 @@ class Dispatcher:
         S, p, m = instance.num_stages, instance.num_ranks, instance.num_microbatches
         sizes = (7 * p, 3 * S, 2 * S * m, 2 * S, S + p)
         self.buffers = tuple(vector([0] * size) for size in sizes)
-        self.offsets = vector([0])
+        rows = (3 * m * len(stages) for stages in instance.stages_of)
+        self.offsets = vector(list(accumulate(rows, initial=0)))
 
     def run(self, keys: Sequence[int], recipe: Recipe) -> Codes | None:
         """Return `run_line` as an order of its own."""
@@ -153,11 +146,7 @@ class Dispatcher:
             ``None`` if the limits leave the dispatch stuck.
         """
         instance, make, m = self.instance, self.vector, self.instance.num_microbatches
-        windows = recipe.windows or ((m, m),) * instance.num_ranks
-        begin = [0]
-        for stages, (head, tail) in zip(instance.stages_of, windows, strict=True):
-            begin.append(begin[-1] + len(stages) * (3 * m - max(0, m - head - tail)))
-        self.offsets, line, limits = make(begin), make([0] * begin[-1]), make(recipe.flat(instance))
+        line, limits = make([0] * (3 * instance.num_stages * m)), make(recipe.flat(instance))
         placed = place(
             self.tables,
             make(keys),

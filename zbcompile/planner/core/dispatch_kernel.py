@@ -61,7 +61,6 @@ def _look_by_key(
     the smallest key of all that could start before that.
     """
     free, begin, end = state[2 * p + r], own_at[r], own_at[r + 1]
-    head, tail = limits[S + 3 * p + r], m - limits[S + 4 * p + r]
     soonest, chosen, least = FAR, -1, FAR
     for phase in range(2):
         for kind in range(3):
@@ -84,9 +83,6 @@ def _look_by_key(
                         if done[own[d]] < m:
                             forwards += memory[own[d]]
                             most = max(most, forwards + peak[S + own[d]])
-                elif kind == 1 and head <= i < tail:
-                    code = 3 * S + s
-                    most = peak[code]
                 if most > room:
                     continue
                 length = lengths[code] * share // 100 if kind == 2 else lengths[code]
@@ -124,7 +120,6 @@ def _look_in_order(
     As `_look_by_key` does, but the F's keep their order, and W's fill gaps.
     """
     free, begin, end = state[2 * p + r], own_at[r], own_at[r + 1]
-    head, tail = limits[S + 3 * p + r], m - limits[S + 4 * p + r]
     turn, least, reserve, ahead, pending, starved = -1, FAR, 0, 0, 0, False
     weight, first_w = -1, FAR
     for e in range(begin, end):
@@ -159,8 +154,6 @@ def _look_in_order(
         if arrivals[code] < 0 or i >= done[own[e]] or i == m or (rule == IN_TURN and code != turn):
             continue
         key, ready = keys[code * m + i], max(free, arrivals[code])
-        if head <= i < tail:
-            code += 2 * S
         if peak[code] > room:
             starved = starved or ready == free
         elif ready < arrival or (ready == arrival and key < least):
@@ -170,7 +163,7 @@ def _look_in_order(
     if backward >= 0 and arrival < soonest:
         forward, soonest = -1, arrival
     elif backward >= 0 and arrival > soonest:
-        if turned or rule == F_FIRST or arrival > soonest + limits[S + 5 * p + r]:
+        if turned or rule == F_FIRST or arrival > soonest + limits[S + 3 * p + r]:
             backward = -1
         else:
             forward, soonest = -1, arrival
@@ -263,9 +256,8 @@ def place(
         if state[r] == FAR:
             return placed
         code = state[p + r]
-        kind = code // S
-        s = code - kind * S
-        side = kind if kind < 3 else 1
+        side = code // S
+        s = code - side * S
         start = state[2 * p + r]
         if side < 2:
             start = max(start, arrivals[side * S + s])
@@ -285,8 +277,6 @@ def place(
             if side == 1:
                 low, high = t.after_backward_at[s], t.after_backward_at[s + 1]
         done[side * S + s] += 1
-        if kind == 3:
-            done[2 * S + s] += 1
         for e in range(low, high):
             again[count] = t.after_forward[e] if side == 0 else t.after_backward[e]
             count += 1

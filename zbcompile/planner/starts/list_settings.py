@@ -31,7 +31,6 @@ __all__ = [
     "less_idle",
     "published_settings",
     "round_settings",
-    "standard_limits",
 ]
 
 _SHARES = (100, 75, 50, 125, 25, 150, 0, 200)
@@ -97,7 +96,7 @@ def in_order_settings(instance: Instance, target: int) -> Iterator[Setting]:
     """Yield settings for stages in order, idle no longer than a value of ``target`` ns allows."""
     paths = Paths.of(instance)
     idle = tuple(target - instance.work(r) for r in range(instance.num_ranks))
-    standard = standard_limits(instance, paths)
+    standard = _standard_limits(instance, paths)
     first = [*_warmup_limits(instance, paths, target), *standard]
     for share in _SHARES:
         for limits in chain(first, _mixed_limits(standard[0], standard[1])):
@@ -106,7 +105,7 @@ def in_order_settings(instance: Instance, target: int) -> Iterator[Setting]:
             yield Setting("", recipe, (1,) * instance.num_microbatches)
 
 
-def standard_limits(instance: Instance, paths: Paths) -> list[tuple[int, ...]]:
+def _standard_limits(instance: Instance, paths: Paths) -> list[tuple[int, ...]]:
     """Return limits of microbatches in flight to try, best first: just enough F's to fill the round trip."""
     base = [
         -(-paths.f_to_b(stages[0], stages[0]) // max(1, sum(instance.forward[s] for s in stages)))
