@@ -215,7 +215,7 @@ def test_a_reduction_is_planned_and_classic_orders_that_hang_are_passed_by(
     problem = Problem.of(
         Profile.uniform(stage, 4, 1), placement, 3, None, "span", transport, microbatch_costs=costs
     )
-    solution = plan(problem, time_limit_s=2, level=1)
+    solution = plan(problem, time_limit_s=0.5, level=1)
     assert simulate(solution.schedule, problem).value_ns == solution.certificate.value_ns
 
 

@@ -265,7 +265,7 @@ def test_crossing_bounds_are_proved_again_or_refused() -> None:
 
 
 def test_blocking_send_bounds_are_derived_again() -> None:
-    solution = plan(table_problem(1, 10, "batched", 4, 12), time_limit_s=4)
+    solution = plan(table_problem(1, 10, "batched", 4, 12), time_limit_s=1)
     assert solution.certificate.method == "blocking_send"
     assert verify(solution) == []
     assert "a last message" in explain(solution)
