@@ -15,7 +15,7 @@ from zbcompile.planner.core.early_reductions import with_early_reductions
 from zbcompile.planner.core.early_weights import fitted, with_fewest_waits
 from zbcompile.planner.core.instance import Codes, Fusing, Instance, shaped, to_schedule
 from zbcompile.planner.core.score import fits, value_of
-from zbcompile.planner.core.scorer import Score
+from zbcompile.planner.core.scorer import Score, Scorer
 from zbcompile.planner.core.times import Clock
 from zbcompile.schedule.check import check
 from zbcompile.schedule.dependency_graph import planned_rules
@@ -142,6 +142,8 @@ class Incumbent:
         The best order and its value in ns; ``None`` before the first.
     known
         Up to twelve (value, order) of different values, best first.
+    scorer
+        Times orders from the moment that the search has compiled kernels, where no send holds up its rank.
     """
 
     def __init__(
@@ -161,6 +163,7 @@ class Incumbent:
         self.order: Order | None = None
         self.value: int | None = None
         self.known: list[tuple[int, Order]] = []
+        self.scorer: Scorer | None = None
 
     @property
     def done(self) -> bool:
@@ -191,6 +194,9 @@ class Incumbent:
         """Return the value of an order in ns under the problem's send mode, or ``None`` on deadlock."""
         if self.problem.sends.holds_rank:
             return self.clock.value(codes)
+        if self.scorer is not None:
+            score = self.scorer.score(codes)
+            return None if score is None else score[0]
         return value_of(self.instance, codes)
 
     def offer(self, order: Order) -> bool:

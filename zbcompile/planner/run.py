@@ -10,7 +10,7 @@ from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.compiled import compile_seconds
 from zbcompile.planner.core.instance import Fusing, Instance
-from zbcompile.planner.core.scorer import Scorer
+from zbcompile.planner.core.scorer import Scorer, can_score
 from zbcompile.planner.incumbent import Incumbent, Order, Progress
 from zbcompile.schedule.problem import Problem
 
@@ -285,7 +285,10 @@ class Run:
         """
         if compile_seconds() == 0:
             self.incumbent.report("compile")
-        return Scorer(self.instance)
+        scorer = Scorer(self.instance)
+        if can_score(self.instance) and not self.holds_rank:
+            self.incumbent.scorer = scorer
+        return scorer
 
     @property
     def known(self) -> list[tuple[int, Order]]:

@@ -15,7 +15,7 @@ from zbcompile.planner.core.tables import Tables, pack
 from zbcompile.planner.core.times import Clock
 from zbcompile.schedule.problem import Problem
 
-__all__ = ["Score", "Scored", "Scorer", "fast_value"]
+__all__ = ["Score", "Scored", "Scorer", "can_score", "fast_value"]
 
 _MOST_SCORE = 1 << 63
 
@@ -37,10 +37,8 @@ def fast_value(problem: Problem) -> Callable[[Codes], int | None]:
     if problem.sends.holds_rank:
         return Clock.of(problem).value
     instance = Instance.of(problem)
-    work = sum(instance.forward) + sum(instance.backward) + sum(instance.weight) + sum(instance.fused)
-    longest = instance.num_microbatches * (work + sum(instance.rules.lags)) + instance.steps.all_in_a_row()
     actions = 3 * instance.num_stages * instance.num_microbatches
-    if actions <= _SHORT or not can_compile() or 101 * instance.num_ranks * longest >= _MOST_SCORE:
+    if actions <= _SHORT or not can_score(instance):
         return lambda codes: value_of(instance, codes)
     scorer = Scorer(instance)
 
@@ -49,6 +47,13 @@ def fast_value(problem: Problem) -> Callable[[Codes], int | None]:
         return None if score is None else score[0]
 
     return value
+
+
+def can_score(instance: Instance) -> bool:
+    """Return whether kernels are compiled, and no order of the problem is too long for their integers."""
+    work = sum(instance.forward) + sum(instance.backward) + sum(instance.weight) + sum(instance.fused)
+    longest = instance.num_microbatches * (work + sum(instance.rules.lags)) + instance.steps.all_in_a_row()
+    return can_compile() and 101 * instance.num_ranks * longest < _MOST_SCORE
 
 
 class Scorer:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 
 from zbcompile.planner.bounds.warmup import warmup_forwards
 from zbcompile.planner.core.dispatch import ALTERNATE, B_FIRST, F_FIRST, IN_TURN, Recipe
@@ -67,22 +67,22 @@ class Setting:
         """Return the key of every action: group by group, in a group stage by stage, B's in reverse."""
         if self.order:
             return self.order
-        first, size = list[int](), list[int]()
-        for group in self.groups:
-            first += [len(first)] * group
-            size += [group] * group
-        place, count = [0] * instance.num_stages, [len(stages) for stages in instance.stages_of]
+        most, place = max(map(len, instance.stages_of)), [0] * instance.num_stages
+        back = list(place)
         for stages in instance.stages_of:
             for k, s in enumerate(stages):
-                place[s] = k
-        most = max(count)
-        rows = list(zip(range(len(first)), first, size, strict=True))
+                place[s], back[s] = k, len(stages) - 1 - k
         shifts = [2 * e + (e > 0) - (e < 0) for e in self.early or (0,) * len(place)]
-        forward = [
-            2 * ((most - 1) * f + place[s] * n + i) - shifts[s] for s in range(len(place)) for i, f, n in rows
+        groups = [
+            (most * (end - group), group)
+            for group, end in zip(self.groups, accumulate(self.groups), strict=True)
         ]
-        back = [count[r] - 1 - place[s] for s, r in enumerate(instance.rank_of)]
-        backward = [(most - 1) * f + back[s] * n + i for s in range(len(place)) for i, f, n in rows]
+        forward, backward = list[int](), list[int]()
+        for s, shift in enumerate(shifts):
+            for begin, group in groups:
+                at = begin + place[s] * group
+                forward.extend(range(2 * at - shift, 2 * (at + group) - shift, 2))
+                backward.extend(range(begin + back[s] * group, begin + (back[s] + 1) * group))
         return forward + backward + backward
 
 
