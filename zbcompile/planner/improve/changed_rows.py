@@ -10,7 +10,7 @@ from zbcompile.planner.core.kernel import stays_legal
 from zbcompile.planner.core.tables import Tables
 from zbcompile.planner.improve import cells as at
 from zbcompile.planner.improve.moves import touch
-from zbcompile.planner.improve.retime import FAR, end_before, kept_slot, latest_at
+from zbcompile.planner.improve.retime import FAR, end_before, latest_at, slot_at
 
 __all__ = ["are_legal", "fits", "forget", "note_held", "note_rows", "undo"]
 
@@ -126,7 +126,7 @@ def undo(cells: Vector) -> None:
         r = cells[at.STATE, at.TOUCHED + 1 + c]
         for k in range(cells[at.LOW, r], cells[at.HIGH, r] + 1):
             cells[at.LINE, k], cells[at.NUMBER, k] = cells[at.KEPT_LINE, k], cells[at.KEPT_NUMBER, k]
-            slot = kept_slot(cells, k)
+            slot = slot_at(cells, at.KEPT_LINE, k)
             cells[at.ENDS, slot] = cells[at.KEPT_ENDS, slot]
 
 

@@ -154,7 +154,7 @@ class _Search:
         codes, found = fitting, self.clock.score(fitting)
         if found is None:
             return False
-        score = (*found, sum(kind == W for row in codes for kind, _ in row))
+        score = (*found, _splits(codes))
         if self.score is not None and score >= self.score:
             return False
         self.score, self.codes = score, codes
@@ -193,19 +193,18 @@ class _Search:
             for change in changes:
                 if self.over:
                     return
-                if self.change(*change):
+                codes = self.changed(*change)
+                if codes is not None and self.take(codes):
                     better = True
                     yield self.found()
 
-    def change(self, stages: Sequence[int], change: RowChange, low: int, high: int) -> bool:
-        """Change the rows of some stages of the best order so far; return whether that is better."""
-        if self.over:
-            return False
+    def changed(self, stages: Sequence[int], change: RowChange, low: int, high: int) -> Codes | None:
+        """Return the best order so far with the rows of some stages changed; ``None`` if nothing changes."""
         codes = list(self.codes)
         for s in stages:
             rank = self.instance.rank_of[s]
             codes[rank] = change(codes[rank], s, low, high)
-        return not self.over and codes != self.codes and self.take(codes)
+        return None if codes == self.codes else codes
 
     def moved(self, codes: Codes, rng: random.Random) -> Codes | None:
         """Move an action of one rank by a few places or flip a backward, one to three times.
@@ -263,14 +262,8 @@ class _Search:
                 for change in (fuse_own, split_here):
                     if run.seconds_left <= self.reserve / 2:
                         return
-                    rank = instance.rank_of[s]
-                    row = change(self.codes[rank], s, low, high)
-                    codes = [row if r == rank else old for r, old in enumerate(self.codes)]
-                    if (
-                        codes == self.codes
-                        or not fits(instance, codes)
-                        or clock.value(codes) != self.score[0]
-                    ):
+                    codes = self.changed((s,), change, low, high)
+                    if codes is None or not fits(instance, codes) or clock.value(codes) != self.score[0]:
                         continue
                     other = jittered_mean(clock, codes, seed=run.seed)
                     alike = abs(other - mean) < grain

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from zbcompile.planner.core.instance import BW, B, Codes, F, W
+from zbcompile.planner.core.instance import BW, B, Codes, F, W, numbered
 from zbcompile.planner.core.times import Clock
 
 __all__ = ["jittered_mean"]
@@ -53,24 +53,14 @@ def jittered_mean(clock: Clock, codes: Codes, *, percent: int = 10, seed: int = 
 def _stretched(clock: Clock, codes: Codes, scale: list[list[list[int]]], percent: int) -> list[list[int]]:
     """Return the time of every action of an order, stretched by ``scale``."""
     instance, rows = clock.instance, []
-    for row, nominal in zip(codes, clock.nominal(codes), strict=True):
-        count: dict[tuple[int, int], int] = {}
-        waiting: dict[int, list[int]] = {}
+    for row, nominal in zip(numbered(codes), clock.nominal(codes), strict=True):
         times = []
-        for (kind, s), time in zip(row, nominal, strict=True):
-            if kind == W:
-                i = waiting[s].pop(0)
-                by = scale[W][s][i]
-            else:
-                side = F if kind == F else B
-                i = count.get((side, s), 0)
-                count[side, s] = i + 1
-                by = scale[side][s][i]
-                if kind == B:
-                    waiting.setdefault(s, []).append(i)
+        for (kind, s, i), time in zip(row, nominal, strict=True):
             if kind == BW:
                 b, w = instance.backward[s], instance.weight[s]
-                by = (b * by + w * scale[W][s][i]) // max(1, b + w)
+                by = (b * scale[B][s][i] + w * scale[W][s][i]) // max(1, b + w)
+            else:
+                by = scale[kind][s][i]
             times.append(time + time * by * percent // 100_000)
         rows.append(times)
     return rows

@@ -142,12 +142,8 @@ def move_cause(cells: Vector, rank: int, jumps: Vector) -> int:
         return -1
     for _ in range(_ROUNDS):
         group = cells[at.GROUP, cells[at.KEPT_LINE, a]]
-        if group < 0:
-            return -1
         first = cells[at.BEFORE_AT, group]
-        count = cells[at.BEFORE_AT, group + 1] - first
-        if count == 0:
-            return -1
+        count = cells[at.BEFORE_AT, group + 1] - first  # not 0: there is a message to wait for
         source = cells[at.BEFORE, first + (below(cells, count) if count > 1 else 0)]
         a = cells[at.PLACE_OF, source * m + cells[at.KEPT_NUMBER, a]]
         if cells[at.GAPS, a] <= 0:
@@ -186,16 +182,10 @@ def move_many(cells: Vector, rank: int, width: int) -> int:
     low = below(cells, cells[at.STATE, at.MICROBATCHES])
     high = low + below(cells, cells[at.STATE, at.MICROBATCHES])
     by = 1 + below(cells, width)
-    changed = False
-    if random_bits(cells) & 64:
-        for a in range(begin, end):
-            chosen = cells[at.LINE, a] == code and low <= cells[at.NUMBER, a] <= high
-            if chosen and _slide(cells, a, -by) != a:
-                changed = True
-    else:
-        for back in range(end - begin):
-            a = end - 1 - back
-            chosen = cells[at.LINE, a] == code and low <= cells[at.NUMBER, a] <= high
-            if chosen and _slide(cells, a, by) != a:
-                changed = True
+    forward, changed = random_bits(cells) & 64 == 0, False
+    for n in range(end - begin):
+        a = end - 1 - n if forward else begin + n
+        chosen = cells[at.LINE, a] == code and low <= cells[at.NUMBER, a] <= high
+        if chosen and _slide(cells, a, by if forward else -by) != a:
+            changed = True
     return rank if changed else -1

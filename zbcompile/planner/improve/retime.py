@@ -15,25 +15,17 @@ from __future__ import annotations
 from zbcompile.planner.core.compiled import Vector, jit
 from zbcompile.planner.improve import cells as at
 
-__all__ = ["FAR", "end_before", "kept_slot", "latest_at", "keep", "rebuild", "restore", "retime"]
+__all__ = ["FAR", "end_before", "keep", "latest_at", "rebuild", "restore", "retime", "slot_at"]
 
 FAR = 1 << 60
 """Behind every end."""
 
 
 @jit
-def _slot(cells: Vector, place: int) -> int:
-    """Return the slot of the action at a place of the changed order."""
-    group, m = cells[at.GROUP, cells[at.LINE, place]], cells[at.STATE, at.MICROBATCHES]
-    slot: int = group * m + cells[at.NUMBER, place]
-    return slot
-
-
-@jit
-def kept_slot(cells: Vector, place: int) -> int:
-    """Return the slot of the action at a place of the order at hand."""
-    group, m = cells[at.GROUP, cells[at.KEPT_LINE, place]], cells[at.STATE, at.MICROBATCHES]
-    slot: int = group * m + cells[at.KEPT_NUMBER, place]
+def slot_at(cells: Vector, line: int, place: int) -> int:
+    """Return the slot of the action at a place: `LINE` as changed, `KEPT_LINE` in the order at hand."""
+    group, number = cells[at.GROUP, cells[line, place]], cells[line + 1, place]
+    slot: int = group * cells[at.STATE, at.MICROBATCHES] + number
     return slot
 
 
@@ -42,7 +34,7 @@ def end_before(cells: Vector, rank: int, place: int) -> int:
     """Return when the rank gets to a place in the order at hand."""
     end: int = 0
     if place > cells[at.ROW, rank]:
-        end = cells[at.KEPT_ENDS, kept_slot(cells, place - 1)]
+        end = cells[at.KEPT_ENDS, slot_at(cells, at.KEPT_LINE, place - 1)]
     return end
 
 
@@ -68,7 +60,7 @@ def _row_end(cells: Vector, values: int, rank: int) -> int:
     """
     end: int = 0
     if values == at.LATE and cells[at.ROW, rank] < cells[at.ROW, rank + 1]:
-        end = cells[at.ENDS, _slot(cells, cells[at.ROW, rank + 1] - 1)]
+        end = cells[at.ENDS, slot_at(cells, at.LINE, cells[at.ROW, rank + 1] - 1)]
     elif values == at.TAIL and cells[at.STATE, at.IS_SPAN] == 1 and rank != cells[at.STATE, at.ROOT]:
         end = FAR
     return end
@@ -79,7 +71,7 @@ def latest_at(cells: Vector, values: int, rank: int, place: int) -> int:
     """Return by when the rank has to be free for a place, by `LATE` or `TAIL` of the order at hand."""
     latest: int = _row_end(cells, values, rank)
     if place < cells[at.ROW, rank + 1]:
-        latest = cells[values + 1, kept_slot(cells, place)]
+        latest = cells[values + 1, slot_at(cells, at.KEPT_LINE, place)]
     return latest
 
 
@@ -99,7 +91,7 @@ def _open(cells: Vector) -> None:
         cells[at.STOP, r] = _place_from(cells, r, end + 1)
         cells[at.CLOCK, r] = end_before(cells, r, first)
         for k in range(first, cells[at.STOP, r]):
-            cells[at.ENDS, _slot(cells, k)] = -1
+            cells[at.ENDS, slot_at(cells, at.LINE, k)] = -1
 
 
 @jit
@@ -152,7 +144,7 @@ def _sweep(cells: Vector) -> int:
             left -= k - begin
             cells[at.NEXT, r] = k
             cells[at.CLOCK, r] = now
-            if k == stop and now != cells[at.KEPT_ENDS, kept_slot(cells, k - 1)]:
+            if k == stop and now != cells[at.KEPT_ENDS, slot_at(cells, at.KEPT_LINE, k - 1)]:
                 if k < cells[at.ROW, r + 1]:
                     far = max(far, cells[at.POSITION, k])
                 else:
@@ -217,7 +209,7 @@ def _look_back(cells: Vector, values: int, top: int) -> int:
                 position = cells[at.POSITION, cells[at.PLACE_OF, cells[at.BEFORE, e] * m + i]]
                 if position < begin:
                     near = min(near, position)
-        if cells[at.ROW, r] < k <= cells[at.FIRST, r] and now != cells[kept, kept_slot(cells, k)]:
+        if cells[at.ROW, r] < k <= cells[at.FIRST, r] and now != cells[kept, slot_at(cells, at.KEPT_LINE, k)]:
             near = min(near, cells[at.POSITION, k - 1])
     return t
 
@@ -229,7 +221,7 @@ def _score(cells: Vector) -> int:
     for r in range(cells[at.STATE, at.RANKS]):
         value = _row_end(cells, at.LATE, r)
         if cells[at.STATE, at.IS_SPAN] == 1 and cells[at.ROW, r] < cells[at.ROW, r + 1]:
-            value -= cells[at.LATE, _slot(cells, cells[at.ROW, r])]
+            value -= cells[at.LATE, slot_at(cells, at.LINE, cells[at.ROW, r])]
         summed += value
         worst = max(worst, value)
     cells[at.STATE, at.WORST] = worst
@@ -268,7 +260,7 @@ def retime(cells: Vector) -> int:
 def _copy(cells: Vector, target: int, source: int, begin: int, end: int) -> None:
     """Copy what is noted per slot for the positions ``begin`` to ``end`` of the order at hand."""
     for t in range(begin, end + 1):
-        slot = kept_slot(cells, cells[at.ORDER, t])
+        slot = slot_at(cells, at.KEPT_LINE, cells[at.ORDER, t])
         cells[target, slot] = cells[source, slot]
 
 
@@ -290,7 +282,7 @@ def keep(cells: Vector, score: int) -> None:
         cells[at.POSITION, k] = t
         cells[at.KEPT_LINE, k] = cells[at.LINE, k]
         cells[at.KEPT_NUMBER, k] = cells[at.NUMBER, k]
-        cells[at.PLACE_OF, _slot(cells, k)] = k
+        cells[at.PLACE_OF, slot_at(cells, at.LINE, k)] = k
     _copy(cells, at.KEPT_ENDS, at.ENDS, begin, cells[at.STATE, at.TIMED_TO])
     _copy(cells, at.KEPT_LATE, at.LATE, cells[at.STATE, at.LATE_FROM], cells[at.STATE, at.LATE_TO])
     _copy(cells, at.KEPT_TAIL, at.TAIL, tails_from, end)
@@ -298,8 +290,12 @@ def keep(cells: Vector, score: int) -> None:
     cells[at.STATE, at.KEPT_WORST] = cells[at.STATE, at.WORST]
     for t in range(begin, cells[at.STATE, at.TIMED_TO] + 1):
         k = cells[at.ORDER, t]
-        free = cells[at.ENDS, _slot(cells, k - 1)] if k > cells[at.ROW, cells[at.RANK_AT, k]] else 0
-        cells[at.GAPS, k] = cells[at.ENDS, _slot(cells, k)] - cells[at.LENGTH, cells[at.LINE, k]] - free
+        free = (
+            cells[at.ENDS, slot_at(cells, at.LINE, k - 1)] if k > cells[at.ROW, cells[at.RANK_AT, k]] else 0
+        )
+        cells[at.GAPS, k] = (
+            cells[at.ENDS, slot_at(cells, at.LINE, k)] - cells[at.LENGTH, cells[at.LINE, k]] - free
+        )
 
 
 @jit
@@ -318,7 +314,7 @@ def rebuild(cells: Vector) -> int:
             cells[at.KEPT_LINE, k] = cells[at.LINE, k]
             cells[at.KEPT_NUMBER, k] = cells[at.SPARE, group]
             cells[at.SPARE, group] += 1
-            cells[at.ENDS, _slot(cells, k)] = -1
+            cells[at.ENDS, slot_at(cells, at.LINE, k)] = -1
     cells[at.STATE, at.BEGIN], cells[at.STATE, at.END] = 0, cells[at.STATE, at.PLACES] - 1
     score: int = _time(cells)
     if score >= 0:

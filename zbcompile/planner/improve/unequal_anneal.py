@@ -152,11 +152,8 @@ def _anneal(
             high = low + 1
         legal = True
         for rank in range(low, high):
-            if legal and not stays_legal_unequal(t, offsets, line, rank, counts):
-                legal = False
-        score = -1
-        if legal:
-            score = evaluate_unequal(t, offsets, line, scratch, ends, limits)
+            legal = legal and stays_legal_unequal(t, offsets, line, rank, counts)
+        score = evaluate_unequal(t, offsets, line, scratch, ends, limits) if legal else -1
         left = 1.0 - n / total
         warm = heat * left * left * exponential[_bits(state) % 4096]
         if score < 0 or score - scores[0] > warm:

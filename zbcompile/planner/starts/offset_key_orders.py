@@ -28,53 +28,6 @@ from zbcompile.planner.starts.other_problems import is_long
 __all__ = ["KeysInFlight", "OffsetKeyOrders", "first_keys", "offset_key_orders"]
 
 
-def dispatched_orders(
-    instance: Instance,
-    scorer: Scorer,
-    dispatcher: Dispatcher,
-    tries: int,
-    period: int,
-    rng: random.Random,
-    stop: Callable[[], bool] = lambda: False,
-) -> list[Scored]:
-    """Return the two best orders decoded by keyed dispatch.
-
-    A recipe is offset keys and the most microbatches in flight per stage. Both are changed, since under a
-    tight cap the limits decide more than the keys. It ends after a third of the tries without gain.
-
-    Parameters
-    ----------
-    instance
-        The problem.
-    scorer
-        Its scorer.
-    dispatcher
-        Its dispatcher.
-    tries
-        Most recipes.
-    period
-        Slots from one microbatch to the next.
-    rng
-        Decides the changes.
-    stop
-        Asked before every recipe whether to end early.
-    """
-    tried = gained = 0
-
-    def score(setting: KeysInFlight) -> Score | None:
-        nonlocal tried, gained
-        found = setting.score(dispatcher, scorer)
-        if found is not None and (not pool.best or found[0] < pool.best[0][0][0]):
-            gained = tried
-        tried += 1
-        return found
-
-    pool = Pool[KeysInFlight](score)
-    first, over = first_keys(instance, period), lambda: tried - gained > tries // 3 or stop()
-    list(pool.evolve(first, lambda old: old.changed(rng), rng, tries, over))
-    return pool.orders(2, lambda setting: setting.order(dispatcher))
-
-
 def standard_orders(
     instance: Instance,
     scorer: Scorer,
@@ -182,6 +135,9 @@ def offset_key_orders(
 ) -> list[Scored]:
     """Return the best two orders of every period, as far as the time goes; none where a dispatch is slow.
 
+    Both keys and the most microbatches in flight are changed, since under a tight cap the limits decide more
+    than the keys. A period ends after a third of its tries without gain.
+
     Parameters
     ----------
     instance
@@ -193,15 +149,31 @@ def offset_key_orders(
     over
         Asked before every try whether to end early.
     dispatches
-        Recipes to decode per period.
+        Most tries per period.
     """
     if not dispatch_pays(instance):
         return []
     dispatcher, found = Dispatcher(instance), list[Scored]()
+
+    def evolved(period: int, own: random.Random) -> list[Scored]:
+        without_gain = 0
+
+        def score(setting: KeysInFlight) -> Score | None:
+            nonlocal without_gain
+            made = setting.score(dispatcher, scorer)
+            shorter = made is not None and (not pool.best or made[0] < pool.best[0][0][0])
+            without_gain = 1 if shorter else without_gain + 1
+            return made
+
+        pool = Pool[KeysInFlight](score)
+        first, stop = first_keys(instance, period), lambda: without_gain > dispatches // 3 or over()
+        list(pool.evolve(first, lambda old: old.changed(own), own, dispatches, stop))
+        return pool.orders(2, lambda setting: setting.order(dispatcher))
+
     slots, *more = _periods(instance)
     several = instance.num_stages > instance.num_ranks
     for period in (slots, *more, *more, slots) if several else (slots, 2 * slots):
         own = random.Random(rng.random())
         if not over():
-            found += dispatched_orders(instance, scorer, dispatcher, dispatches, period, own, over)
+            found += evolved(period, own)
     return found
