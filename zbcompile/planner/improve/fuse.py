@@ -25,7 +25,6 @@ from zbcompile.planner.improve.row_changes import (
     in_order,
     small_move,
     split_here,
-    split_later,
 )
 from zbcompile.planner.incumbent import Order, extended
 from zbcompile.planner.run import Run
@@ -105,7 +104,6 @@ class SplitOrFuse:
         annealed = run.holds_rank and run.several
         search.kept = 3 * search.left // 4 if annealed else 0
         yield from search.swept(_range_changes(run.instance))
-        yield from search.swept(_single_changes(run.instance))
         search.kept = 0
         if annealed:
             yield from search.annealed_moves()
@@ -283,16 +281,6 @@ def _range_changes(instance: Instance) -> list[_Change]:
         found += [(stages, change, low, high) for low, high in windows for change in kinds]
         found += [(stages, advance, first, m) for first in range(0, m, max(1, m // 8))]
     return found
-
-
-def _single_changes(instance: Instance) -> list[_Change]:
-    """Return changes to single backwards: fuse, or split, with W directly behind B or a few actions later."""
-    return [
-        ((s,), change, i, i + 1)
-        for s in range(instance.num_stages)
-        for i in range(instance.num_microbatches)
-        for change in (fuse_own, fuse_next, split_here, split_later)
-    ]
 
 
 def _splits(codes: Codes) -> int:
