@@ -17,6 +17,7 @@ from zbcompile.planner.core.scorer import Score, Scored, Scorer
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.run import Run
 from zbcompile.planner.starts.evolve import Pool
+from zbcompile.planner.starts.list_settings import is_looped
 from zbcompile.planner.starts.offset_keys import (
     OffsetKeys,
     mutate,
@@ -101,8 +102,8 @@ class OffsetKeyOrders:
     Attributes
     ----------
     always
-        Whether they are made for long problems, too, and, timed as if they did not, where sends hold up
-        their rank.
+        Whether they are made for long problems and loops, too, and, timed as if they did not, where sends
+        hold up their rank. Rounds are shorter on loops.
     """
 
     always: bool = False
@@ -111,7 +112,7 @@ class OffsetKeyOrders:
 
     def applies(self, run: Run) -> bool:
         """Return whether they are wanted, and a dispatch takes little enough time."""
-        wanted = self.always or not (run.holds_rank or is_long(run))
+        wanted = self.always or not (run.holds_rank or is_long(run) or is_looped(run.instance))
         return wanted and run.effort.dispatches > 0 and dispatch_pays(run.instance)
 
     def propose(self, run: Run) -> Iterator[Order]:
