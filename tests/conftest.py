@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import multiprocessing.forkserver
 import os
@@ -60,12 +59,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the tests that mostly wait for processes of their own: others run beside them meanwhile."""
     items.sort(key=lambda item: not item.nodeid.startswith(WAITING))
-
-
-def pytest_collection_finish() -> None:
-    """Keep what is loaded by now out of the garbage collector's walks: a fifth of the time of compiling."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,12 +2,11 @@
 
 Imported, this module has loaded what ranks use, and has compiled and trained once, so that torch and the
 planner have filled their tables. It leaves one thread, no process group, and a random state of which nothing
-was drawn. The garbage collector leaves what is there alone: its walks would copy the memory of every fork.
+was drawn.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 
 import torch
@@ -29,8 +28,6 @@ with torch.random.fork_rng(devices=[]):
     _compile_once()
     for name in ("gpt2", "llama"):
         MODELS[name]()  # loads what transformers loads late
-gc.collect()
-gc.freeze()
 threads = len(os.listdir("/proc/self/task"))
 if threads != 1:
     raise RuntimeError(f"the fork server of the tests has {threads} threads: copies of it would hang")
