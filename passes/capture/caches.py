@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
+from zbcompile.passes.live_objects import live_objects
+
 __all__ = ["caches_kept"]
 
 _WITHOUT_TABLES = ("torch", "sympy", "mpmath", "numpy", "zbcompile", "importlib", "inspect", "typing", "re")
@@ -28,7 +30,7 @@ def caches_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        for cache in [found for found in gc.get_objects() if type(found) is _CACHE]:
+        for cache in [found for found in live_objects() if type(found) is _CACHE]:
             if cache.cache_info().currsize and _may_have_tables(cache) and _holds_traced(cache):
                 cache.cache_clear()
 

@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from zbcompile.errors import UsageError
+from zbcompile.passes.live_objects import live_objects
 
 __all__ = ["Wrappers"]
 
@@ -50,8 +51,9 @@ class Wrappers:
 
 def _all_there_are() -> list[DistributedDataParallel]:
     # There are a million objects, and few classes.
-    classes = {c for c in set(map(type, gc.get_objects())) if issubclass(c, DistributedDataParallel)}
-    return [o for o in gc.get_objects() if type(o) in classes] if classes else []
+    found = live_objects()
+    classes = {c for c in set(map(type, found)) if issubclass(c, DistributedDataParallel)}
+    return [o for o in found if type(o) in classes] if classes else []
 
 
 def _holding(found: Iterable[DistributedDataParallel], trained: nn.Module) -> bool:

@@ -195,8 +195,7 @@ class Incumbent:
         if self.problem.sends.holds_rank:
             return self.clock.value(codes)
         if self.scorer is not None:
-            score = self.scorer.score(codes)
-            return None if score is None else score[0]
+            return self.scorer.value(codes)
         return value_of(self.instance, codes)
 
     def offer(self, order: Order) -> bool:

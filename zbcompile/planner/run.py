@@ -8,7 +8,7 @@ from functools import cached_property
 
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.bounds.bound import Bound
-from zbcompile.planner.core.compiled import compile_seconds
+from zbcompile.planner.core.compiled import has_kernels
 from zbcompile.planner.core.instance import Fusing, Instance
 from zbcompile.planner.core.scorer import Scorer, can_score
 from zbcompile.planner.incumbent import Incumbent, Order, Progress
@@ -283,7 +283,7 @@ class Run:
 
         The observer is told when this is the first of the process, since kernels may have to be compiled.
         """
-        if compile_seconds() == 0:
+        if not has_kernels():
             self.incumbent.report("compile")
         scorer = Scorer(self.instance)
         if can_score(self.instance) and not self.holds_rank:

@@ -2,7 +2,8 @@
 
 The kernels use whole numbers, table look-ups and IEEE multiplications alone, so that they give the same
 results compiled and as plain Python. numba is imported and kernels are compiled when a search first needs
-them; searches take the seconds that this costs off their clocks (`compile_seconds`).
+them. Searches take the seconds that this costs off their clocks, and those of importing the solver
+(`uncounted_seconds`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,18 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-__all__ = ["MakeVector", "SearchClock", "Vector", "can_compile", "compile_seconds", "jit", "matrix", "vector"]
+__all__ = [
+    "MakeVector",
+    "SearchClock",
+    "Vector",
+    "can_compile",
+    "has_kernels",
+    "jit",
+    "matrix",
+    "uncounted",
+    "uncounted_seconds",
+    "vector",
+]
 
 Vector = Any
 """An int64 array or a list of ints."""
@@ -28,30 +40,36 @@ _LOCK = threading.RLock()
 
 
 class _Spent:
-    """The seconds that this process has spent on importing numba and on compiling or loading kernels."""
+    """The seconds that this process has spent on what no limit counts, and whether kernels were among it."""
 
     seconds = 0.0
+    kernels = False
 
 
-def compile_seconds() -> float:
-    """Return the seconds that this process has spent on compiling kernels or loading compiled ones."""
+def uncounted_seconds() -> float:
+    """Return the seconds that this process has spent on importing numba and the solver and on its kernels."""
     return _Spent.seconds
 
 
+def has_kernels() -> bool:
+    """Return whether this process has compiled a kernel, or loaded a compiled one."""
+    return _Spent.kernels
+
+
 class SearchClock:
-    """The seconds since a search began, without those that went into compiling kernels."""
+    """The seconds since a search began, without those that no limit counts."""
 
     def __init__(self) -> None:
-        self.began, self.compiled = time.monotonic(), compile_seconds()
+        self.began, self.compiled = time.monotonic(), uncounted_seconds()
 
     @property
     def seconds(self) -> float:
         """The seconds that count against a limit."""
-        return time.monotonic() - self.began - (compile_seconds() - self.compiled)
+        return time.monotonic() - self.began - (uncounted_seconds() - self.compiled)
 
 
-def _timed(make: Callable[[], Any]) -> Any:
-    """Return what ``make`` returns, and count the seconds."""
+def uncounted(make: Callable[[], Any]) -> Any:
+    """Return what ``make`` returns; no limit counts the seconds."""
     began = time.monotonic()
     try:
         return make()
@@ -73,7 +91,7 @@ def _numba() -> Any:
         return None if getattr(numba.config, "DISABLE_JIT", False) else numba
 
     with _LOCK:
-        return _timed(load)
+        return uncounted(load)
 
 
 def can_compile() -> bool:
@@ -130,7 +148,8 @@ class _Kernel:
         if self.compiled is None:
             with _LOCK:
                 if self.compiled is None:
-                    self.compiled = _timed(lambda: self._compile(arguments))
+                    self.compiled = uncounted(lambda: self._compile(arguments))
+                    _Spent.kernels = True
         return self.compiled(*arguments)
 
     def called(self) -> dict[str, _Kernel]:

@@ -40,13 +40,7 @@ def fast_value(problem: Problem) -> Callable[[Codes], int | None]:
     actions = 3 * instance.num_stages * instance.num_microbatches
     if actions <= _SHORT or not can_score(instance):
         return lambda codes: value_of(instance, codes)
-    scorer = Scorer(instance)
-
-    def value(codes: Codes) -> int | None:
-        score = scorer.score(codes)
-        return None if score is None else score[0]
-
-    return value
+    return Scorer(instance).value
 
 
 def can_score(instance: Instance) -> bool:
@@ -87,6 +81,11 @@ class Scorer:
     def score(self, codes: Codes) -> Score | None:
         """Return the score of an order, or ``None`` if it is not legal, does not fit or deadlocks."""
         return self.score_line(*pack(self.instance, codes, self.vector))
+
+    def value(self, codes: Codes) -> int | None:
+        """Return the value of an order in ns, or ``None`` as `score` does."""
+        score = self.score(codes)
+        return None if score is None else score[0]
 
     def score_line(self, offsets: Vector, line: Vector) -> Score | None:
         """Return the same for codes in a row, as `pack` makes them."""

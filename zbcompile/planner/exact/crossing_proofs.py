@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.instance import is_chain
+from zbcompile.planner.exact.reach import load_solver
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.run import Run
 
@@ -53,7 +54,8 @@ class QuickCrossing:
         """Yield the bound."""
         if run.value is None:
             return
-        from zbcompile.planner.exact.lanes import Lane  # and with it the solver, when it is first asked
+        load_solver()
+        from zbcompile.planner.exact.lanes import Lane
 
         limit = run.nominal_s / 12
         lane = Lane(run, self.name, min(limit, run.seconds_left))
@@ -89,6 +91,7 @@ class Crossing:
         """Yield what the answers say."""
         if run.value is None:
             return
+        load_solver()
         from zbcompile.planner.exact.lanes import Lane, side_by_side
 
         lanes = [Lane(run, self.name, min(run.seconds_left, run.nominal_s)) for _ in range(2)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.instance import BW, Codes, Fusing
 from zbcompile.planner.exact.crossing_proofs import crossing_applies
-from zbcompile.planner.exact.reach import MODELS, can_model, split_is_exact
+from zbcompile.planner.exact.reach import MODELS, can_model, load_solver, split_is_exact
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.run import Run
 from zbcompile.schedule.messages import messages_of
@@ -68,6 +68,7 @@ class Exact:
 
         Where the user says what is fused, the best such order is asked for first; bounds are for all choices.
         """
+        load_solver()
         whole = whole_applies(run)
         end = time.monotonic() + max(0.1, min(self.limit * run.nominal_s, run.seconds_left))
         if whole and run.options.fusing is not Fusing.AUTO:
@@ -82,7 +83,7 @@ class Exact:
 
     def _ask(self, run: Run, fusing: Fusing, seconds: float) -> ExactResult:
         """Ask the model of the problem, or that of costs that no fusing undercuts."""
-        from zbcompile.planner.exact.model import solve_exact  # and the solver, when it is first asked
+        from zbcompile.planner.exact.model import solve_exact
 
         best, whole = run.incumbent.codes, whole_applies(run)
         if best is not None and not whole and any(kind == BW for row in best for kind, _ in row):
@@ -158,6 +159,7 @@ class FromBelow:
         """Yield what the answers say."""
         if run.value is None:
             return
+        load_solver()
         from zbcompile.planner.exact.model import ask_below
 
         instance = run.instance.relaxed()

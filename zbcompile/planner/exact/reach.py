@@ -1,12 +1,15 @@
-"""What the exact model knows, said without the solver: importing that takes half a second."""
+"""What the exact model knows, said without the solver, which takes half a second to import."""
 
 from __future__ import annotations
 
+import importlib
+
+from zbcompile.planner.core.compiled import uncounted
 from zbcompile.planner.core.instance import Instance
 from zbcompile.schedule.ir import Kind
 from zbcompile.schedule.semantics import SendMode
 
-__all__ = ["MODELS", "can_model", "split_is_exact"]
+__all__ = ["MODELS", "can_model", "load_solver", "split_is_exact"]
 
 MODELS = ("exact", "exact on costs that no fusing undercuts")
 """How witnesses call the two forms: with fusing and messages, or on `Instance.relaxed` without messages."""
@@ -33,6 +36,11 @@ def can_model(mode: SendMode) -> bool:
         and (exchange or not mode.awaited & _RECEIVES)
         and (mode.receives_first or not mode.waits_before & _RECEIVES)
     )
+
+
+def load_solver() -> None:
+    """Import the solver; no limit counts the seconds."""
+    uncounted(lambda: importlib.import_module("ortools.sat.python.cp_model"))
 
 
 def split_is_exact(instance: Instance) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from zbcompile.planner.core.compiled import can_compile, compile_seconds
+from zbcompile.planner.core.compiled import can_compile, uncounted_seconds
 from zbcompile.planner.core.instance import is_chain
 from zbcompile.planner.core.scorer import Score
 from zbcompile.planner.improve.anneal import Annealer
@@ -169,10 +169,10 @@ def _first_look(run: Run, starts: list[_Annealed], tries: int) -> tuple[list[_An
     """
     if run.options.level is not None or len(starts) <= _FEWEST or run.done:
         return starts, tries
-    compiled, began = compile_seconds(), time.monotonic()
+    compiled, began = uncounted_seconds(), time.monotonic()
     for _ in _round(run, starts[:1], tries, 0):
         pass
-    took = time.monotonic() - began - (compile_seconds() - compiled)
+    took = time.monotonic() - began - (uncounted_seconds() - compiled)
     cores = len(os.sched_getaffinity(0)) if can_compile() else 1
     allowed = (run.seconds_left - run.reserve_s) * cores * tries / max(took, 1e-9)
     share = allowed / _planned(len(starts), tries, _SIEVE)
@@ -250,12 +250,12 @@ class _Pace:
 
     def __init__(self, run: Run) -> None:
         self.run, self.done = run, 0
-        self.began = time.monotonic() - compile_seconds()
+        self.began = time.monotonic() - uncounted_seconds()
         self.most = _LONGER if run.sieves and run.options.level is None else 1.0
 
     def share(self, tries: int) -> float:
         """Return which share of so many tries there is time for, at the pace until now; at most `most`."""
-        took = time.monotonic() - compile_seconds() - self.began
+        took = time.monotonic() - uncounted_seconds() - self.began
         if not self.done or took <= 0:
             return 1.0
         return min(self.most, (self.run.seconds_left - self.run.reserve_s) * self.done / took / tries)
