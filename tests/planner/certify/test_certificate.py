@@ -35,6 +35,12 @@ from zbcompile.schedule.simulate import simulate
 from zbcompile.schedule.solution import Certificate, Solution
 
 
+@pytest.fixture(scope="module")
+def recomputing() -> Solution:
+    """A plan that may compute values again: its certificate holds over all levels of that."""
+    return plan(recompute(4, 8, 200), time_limit_s=3)
+
+
 def any_problem(rng: random.Random) -> Problem:
     """One or several stages per rank, with and without cheaper fused backwards."""
     if rng.random() < 0.3:
@@ -135,9 +141,9 @@ def test_every_number_of_a_witness_is_the_one_that_is_derived() -> None:
     assert changed > 1000
 
 
-def test_variants_erased_from_the_witness_are_refused() -> None:
+def test_variants_erased_from_the_witness_are_refused(recomputing: Solution) -> None:
     """The bound of the chosen way alone is higher: what was offered stands in the solution."""
-    solution = plan(recompute(4, 8, 200), time_limit_s=3)
+    solution = recomputing
     assert solution.offered is not None
     alone = best_bound(solution.problem)
     chosen, listed = solution.variants[0], solution.certificate.witness["costs"]
@@ -271,8 +277,8 @@ def test_blocking_send_bounds_are_derived_again() -> None:
     assert "a last message" in explain(solution)
 
 
-def test_variants_hold_over_all_levels_or_are_refused() -> None:
-    solution = plan(recompute(4, 8, 200), time_limit_s=3)
+def test_variants_hold_over_all_levels_or_are_refused(recomputing: Solution) -> None:
+    solution = recomputing
     assert verify(solution) == []
     witness = as_plain(solution.certificate.witness)
     for change, words in (
@@ -293,8 +299,8 @@ def test_variants_hold_over_all_levels_or_are_refused() -> None:
         assert words in str(faults[0]), faults
 
 
-def test_a_file_keeps_all_that_a_check_needs() -> None:
-    solution = plan(recompute(4, 8, 200), time_limit_s=3)
+def test_a_file_keeps_all_that_a_check_needs(recomputing: Solution) -> None:
+    solution = recomputing
     read = schedule_json.loads(schedule_json.dumps(solution)).solution()
     read = replace(read, offered=solution.offered)
     assert verify(read) == []
