@@ -21,7 +21,7 @@ from zbcompile.planner.improve.anneal import Annealer
 from zbcompile.planner.plan import plan
 from zbcompile.planner.starts import classic
 from zbcompile.planner.starts.initial import one_at_a_time
-from zbcompile.planner.starts.offset_keys import mutate, standard_offset_keys, waves_of
+from zbcompile.planner.starts.offset_key_orders import first_keys
 from zbcompile.planner.starts.stretch import stretch
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
@@ -166,9 +166,9 @@ def test_offset_keys_decode_on_every_placement() -> None:
         profile = Profile.uniform(StageCost.simple(3, 3, 2), placement.num_stages, 1)
         instance = Instance.of(Problem.of(profile, placement, 6))
         dispatcher = Dispatcher(instance)
-        for offset_keys in standard_offset_keys(len(waves_of(instance)), instance.num_ranks):
-            keys, in_flight = mutate(offset_keys, rng).keys(instance)
-            codes = dispatcher.run(keys, Recipe(in_flight=in_flight))
+        for offset_keys in first_keys(instance):
+            changed = offset_keys.changed(rng)
+            codes = dispatcher.run(changed.keys(instance), changed.recipe())
             assert codes is None or evaluate(instance, codes) is not None
 
 

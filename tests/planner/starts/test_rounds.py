@@ -69,7 +69,7 @@ def rounds_orders(instance: Instance, rng: random.Random, tries: int) -> list[Sc
         return None if line is None else scorer.score_line(dispatcher.offsets, line)
 
     pool, first = Pool(score), list(round_settings(instance))
-    for _ in pool.evolve(first, lambda old: changed(old, instance, room, rng), rng, len(first) + tries):
+    for _ in pool.evolve(first, lambda old, rng: changed(old, instance, room, rng), rng, len(first) + tries):
         pass
     found = [(*known, dispatcher.run(old.keys(instance), old.recipe)) for known, old in pool.best]
     return [(value, tie, codes) for value, tie, codes in found if codes is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from zbcompile.planner.core.compiled import vector
 from zbcompile.planner.core.instance import Codes, Instance
@@ -12,10 +12,22 @@ from zbcompile.planner.core.tables import EXPONENTIAL, pack, unpack
 from zbcompile.planner.improve.anneal_kernel import anneal
 from zbcompile.planner.improve.cells import lay_out
 
-__all__ = ["JUMPS", "Annealer"]
+__all__ = ["JUMPS", "Annealer", "chunks"]
+
+_CHUNK = 300_000
+"""Actions that are timed between two questions whether to stop."""
 
 JUMPS = [1 + int(2.5 * x) for x in EXPONENTIAL]
 """Lengths of moves."""
+
+
+def chunks(tries: int, actions: int, stop: Callable[[], bool]) -> Iterator[tuple[int, int]]:
+    """Yield ranges of tries of so many actions each, a moment long, until there is reason to stop."""
+    size = max(1, _CHUNK // actions)
+    for first in range(0, tries, size):
+        if stop():
+            return
+        yield first, min(tries, first + size)
 
 
 class Annealer:
@@ -73,31 +85,11 @@ class Annealer:
         for r, (low, high, copies) in enumerate(frozen_blocks or ()):
             begin = int(offsets[r])
             frozen[3 * r], frozen[3 * r + 1], frozen[3 * r + 2] = begin + low, begin + high, copies
-        chunk = max(1, 300_000 // size)
-        done = 0
-        while done < tries and not stop():
-            done_now = int(
-                anneal(
-                    scorer.tables,
-                    cells,
-                    offsets,
-                    best,
-                    scores,
-                    done,
-                    min(tries, done + chunk),
-                    tries,
-                    heat,
-                    goal,
-                    self.jumps,
-                    self.exponential,
-                    scorer.counts,
-                    frozen,
-                    scratch,
-                    scorer.ends,
-                    scorer.limits,
-                )
-            )
-            if done_now < min(tries, done + chunk):
+        for first, last in chunks(tries, size, stop):
+            reached = anneal(
+                scorer.tables, cells, offsets, best, scores, first, last, tries, heat, goal, self.jumps,
+                self.exponential, scorer.counts, frozen, scratch, scorer.ends, scorer.limits,
+            )  # fmt: skip
+            if int(reached) < last:
                 break
-            done = done_now
         return unpack(instance, offsets, best)

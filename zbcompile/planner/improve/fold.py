@@ -9,6 +9,7 @@ are changed alike.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -69,23 +70,9 @@ class Folded:
 
 
 def fold(instance: Instance, codes: Codes, scorer: Scorer) -> Folded | None:
-    """Return the order without repetitions of the smallest block that repeats.
+    """Return the order without repetitions of the smallest block that repeats; ``None`` if none does.
 
     One copy of the block stays if the middle has no idle time; otherwise up to four.
-
-    Parameters
-    ----------
-    instance
-        The problem.
-    codes
-        The order.
-    scorer
-        Scorer of ``instance``.
-
-    Returns
-    -------
-    Folded or None
-        ``None`` if the order has no middle that repeats.
     """
     value = scorer.score(codes)
     if value is None:
@@ -135,7 +122,7 @@ def _middle(
         sizes.append(size)
         runs.append((low, high))
     cut = max(times[low] for times, (low, _) in zip(starts, runs, strict=True))
-    lows = [max(low, _first_from(times, cut)) for times, (low, _) in zip(starts, runs, strict=True)]
+    lows = [max(low, bisect_left(times, cut)) for times, (low, _) in zip(starts, runs, strict=True)]
     blocks = min((high - low) // size for low, (_, high), size in zip(lows, runs, sizes, strict=True))
     return lows, sizes, blocks
 
@@ -190,8 +177,3 @@ def _longest_run(row: Row, size: int) -> tuple[int, int]:
                 best = (low, k + size)
             low = k + 1
     return best
-
-
-def _first_from(times: list[int], cut: int) -> int:
-    """Return the first place that starts at the cut or later."""
-    return next((k for k, time in enumerate(times) if time >= cut), len(times))

@@ -19,7 +19,6 @@ from zbcompile.planner.core.score import fits
 from zbcompile.planner.improve.jitter import jittered_mean
 from zbcompile.planner.improve.row_changes import (
     RowChange,
-    advance,
     fuse_next,
     fuse_own,
     in_order,
@@ -271,16 +270,13 @@ class _Search:
 
 
 def _range_changes(instance: Instance) -> list[_Change]:
-    """Return changes to ranges of microbatches of one stage or of several: fuse, split, F's one place on."""
+    """Return changes to ranges of microbatches of one stage or of several: fuse, split."""
     m, p, every = instance.num_microbatches, instance.num_ranks, tuple(range(instance.num_stages))
     cuts = sorted({0, 1, *(k for k in (p // 2, p, m - p, m - p // 2, m - 1, m) if 0 < k <= m)})
     windows = [(low, high) for a, low in enumerate(cuts) for high in cuts[a + 1 :]]
-    found: list[_Change] = []
-    for stages in (every, every[1:], *((s,) for s in every)):
-        kinds = (fuse_own, fuse_next, split_here)
-        found += [(stages, change, low, high) for low, high in windows for change in kinds]
-        found += [(stages, advance, first, m) for first in range(0, m, max(1, m // 8))]
-    return found
+    groups: list[tuple[int, ...]] = [every, every[1:], *((s,) for s in every)]
+    kinds = (fuse_own, fuse_next, split_here)
+    return [(stages, change, *window) for stages in groups for window in windows for change in kinds]
 
 
 def _splits(codes: Codes) -> int:

@@ -34,33 +34,24 @@ def jittered_mean(clock: Clock, codes: Codes, *, percent: int = 10, seed: int = 
         Decides the samples.
     """
     instance, total = clock.instance, 0
+    ops = [
+        (kind, s, i)
+        for kind in (F, B, W)
+        for s in range(instance.num_stages)
+        for i in range(instance.num_microbatches)
+    ]
     for sample in range(_SAMPLES):
         rng = random.Random(f"{seed}/{sample}")
-        scale = [
-            [
-                [rng.randint(-1000, 1000) for _ in range(instance.num_microbatches)]
-                for _ in range(instance.num_stages)
-            ]
-            for _ in (F, B, W)
+        scale = {op: rng.randint(-1000, 1000) for op in ops}
+        for _, s, i in ops[: instance.num_stages * instance.num_microbatches]:
+            b, w = instance.backward[s], instance.weight[s]
+            scale[BW, s, i] = (b * scale[B, s, i] + w * scale[W, s, i]) // max(1, b + w)
+        times = [
+            [time + time * scale[op] * percent // 100_000 for op, time in zip(row, nominal, strict=True)]
+            for row, nominal in zip(numbered(codes), clock.nominal(codes), strict=True)
         ]
-        value = clock.value(codes, _stretched(clock, codes, scale, percent))
+        value = clock.value(codes, times)
         if value is None:
             raise ArithmeticError("a deadlocked order has no time")
         total += value
     return total // _SAMPLES
-
-
-def _stretched(clock: Clock, codes: Codes, scale: list[list[list[int]]], percent: int) -> list[list[int]]:
-    """Return the time of every action of an order, stretched by ``scale``."""
-    instance, rows = clock.instance, []
-    for row, nominal in zip(numbered(codes), clock.nominal(codes), strict=True):
-        times = []
-        for (kind, s, i), time in zip(row, nominal, strict=True):
-            if kind == BW:
-                b, w = instance.backward[s], instance.weight[s]
-                by = (b * scale[B][s][i] + w * scale[W][s][i]) // max(1, b + w)
-            else:
-                by = scale[kind][s][i]
-            times.append(time + time * by * percent // 100_000)
-        rows.append(times)
-    return rows

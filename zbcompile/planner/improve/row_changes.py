@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 from zbcompile.planner.core.instance import BW, B, F, W
 
 __all__ = [
     "Row",
     "RowChange",
-    "advance",
     "fuse_next",
     "fuse_own",
     "fuse_range",
@@ -29,20 +29,9 @@ RowChange = Callable[[Row, int, int, int], Row]
 
 
 def fuse_range(row: Row, stage: int, low: int, high: int, *, own: bool) -> Row:
-    """Return the row with the backwards of microbatches low..high-1 of a stage fused.
+    """Return the row with backwards fused, each without its ``own`` W or without the first W behind it.
 
     Memory never rises.
-
-    Parameters
-    ----------
-    row
-        A rank's row.
-    stage
-        The stage.
-    low, high
-        The microbatches.
-    own
-        Whether the W that belongs to each of them is removed, or else the first W behind it.
     """
     pending: list[bool] = []
     result: Row = []
@@ -67,10 +56,7 @@ def fuse_range(row: Row, stage: int, low: int, high: int, *, own: bool) -> Row:
 
 
 def split_range(row: Row, stage: int, low: int, high: int, later: int) -> Row:
-    """Return the row with fused backwards low..high-1 of a stage split.
-
-    Each W stands ``later`` actions behind its B.
-    """
+    """Return the row with fused backwards split, each W ``later`` actions behind its B."""
     result: Row = []
     due: list[int] = []
     number = 0
@@ -85,6 +71,10 @@ def split_range(row: Row, stage: int, low: int, high: int, later: int) -> Row:
             number += 1
         result.append((kind, s))
     return result + [(W, stage)] * len(due)
+
+
+fuse_own, fuse_next = partial(fuse_range, own=True), partial(fuse_range, own=False)
+split_here, split_later = partial(split_range, later=0), partial(split_range, later=2)
 
 
 def small_move(row: Row, rng: random.Random) -> Row:
@@ -115,31 +105,3 @@ def in_order(row: Row) -> bool:
         if min(pair) < 0:
             return False
     return True
-
-
-def fuse_own(row: Row, stage: int, low: int, high: int) -> Row:
-    """Return the row with backwards fused, each without the W that belongs to it."""
-    return fuse_range(row, stage, low, high, own=True)
-
-
-def fuse_next(row: Row, stage: int, low: int, high: int) -> Row:
-    """Return the row with backwards fused, each without the first W behind it."""
-    return fuse_range(row, stage, low, high, own=False)
-
-
-def split_here(row: Row, stage: int, low: int, high: int) -> Row:
-    """Return the row with fused backwards split, each W directly behind its B."""
-    return split_range(row, stage, low, high, 0)
-
-
-def split_later(row: Row, stage: int, low: int, high: int) -> Row:
-    """Return the row with fused backwards split, each W two actions behind its B."""
-    return split_range(row, stage, low, high, 2)
-
-
-def advance(row: Row, stage: int, first: int, last: int) -> Row:
-    """Return the row with each of the F's first..last-1 of a stage one place earlier among its F's."""
-    places = [k for k, op in enumerate(row) if op == (F, stage)][first:last]
-    if len(places) < 2:
-        return row
-    return [*row[: places[0]], (F, stage), *row[places[0] : places[-1]], *row[places[-1] + 1 :]]

@@ -15,13 +15,10 @@ from zbcompile.planner.core.instance import Codes
 from zbcompile.planner.core.kernel import evaluate_unequal
 from zbcompile.planner.core.tables import EXPONENTIAL, pack, unpack
 from zbcompile.planner.core.unequal import UnequalScorer, stays_legal_unequal
-from zbcompile.planner.improve.anneal import JUMPS
+from zbcompile.planner.improve.anneal import JUMPS, chunks
 from zbcompile.schedule.problem import Problem
 
 __all__ = ["UnequalAnnealer"]
-
-_CHUNK = 300_000
-"""Actions that are timed between two questions whether to stop."""
 
 
 @jit
@@ -218,17 +215,14 @@ class UnequalAnnealer:
         best = vector(list(order) if permutes else [int(code) for code in line])
         scores = vector([score, score, int(scratch[3 * scorer.problem.num_ranks]), 0])
         state = vector([(seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1, 0])  # the first is never 0
-        chunk, done = max(1, _CHUNK // len(line)), 0
-        while done < tries and not stop():
-            last = min(tries, done + chunk)
+        for first, last in chunks(tries, len(line), stop):
             reached = _anneal(
-                scorer.tables, offsets, line, best, scores, state, permutes, done, last, tries,
+                scorer.tables, offsets, line, best, scores, state, permutes, first, last, tries,
                 float(heat * score), goal, self.jumps, self.exponential, self.taken, scratch, scorer.ends,
                 scorer.limits, scorer.counts,
             )  # fmt: skip
             if int(reached) < last:
                 break
-            done = last
         if permutes:
             return codes, tuple(int(microbatch) for microbatch in best), int(scores[2])
         return unpack(scorer.instance, offsets, best), order, int(scores[2])

@@ -6,9 +6,10 @@ several stages per rank are in `zbcompile.planner.starts.classic_loops`.
 
 from __future__ import annotations
 
-from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, W
+from zbcompile.planner.core.instance import Codes, F, Instance
 from zbcompile.planner.core.unequal import alike_problem
 from zbcompile.planner.starts.classic_loops import V_ORDERS, interleaved
+from zbcompile.planner.starts.fused_patterns import alternate
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.problem import Problem
 
@@ -17,12 +18,12 @@ __all__ = ["gpipe", "one_f_one_b", "orders_for", "zb_h1", "zb_h2"]
 
 def gpipe(p: int, m: int) -> Codes:
     """Return GPipe: all F's, then all backwards, fused."""
-    return [[(F, d)] * m + [(BW, d)] * m for d in range(p)]
+    return [alternate(d, m, warm=m) for d in range(p)]
 
 
 def one_f_one_b(p: int, m: int) -> Codes:
     """Return 1F1B: p - d microbatches in flight on rank d, backwards fused."""
-    return [_alternate(d, min(m, p - d), m, None) for d in range(p)]
+    return [alternate(d, m, warm=p - d) for d in range(p)]
 
 
 def zb_h1(p: int, m: int) -> Codes:
@@ -30,7 +31,7 @@ def zb_h1(p: int, m: int) -> Codes:
 
     d W's wait on rank d, so that every rank holds p * M_B at most.
     """
-    return [_alternate(d, min(m, p - d), m, d) for d in range(p)]
+    return [alternate(d, m, warm=p - d, waiting=d, head=m) for d in range(p)]
 
 
 def zb_h2(p: int, m: int) -> Codes:
@@ -38,28 +39,7 @@ def zb_h2(p: int, m: int) -> Codes:
 
     Rank d has 2(p - d) - 1 microbatches in flight and 2d W's waiting.
     """
-    return [_alternate(d, min(m, 2 * (p - d) - 1), m, 2 * d) for d in range(p)]
-
-
-def _alternate(stage: int, warm_up: int, m: int, waiting: int | None) -> list[tuple[int, int]]:
-    """Return a row of ``warm_up`` F's, then B and F in turn.
-
-    A W runs as soon as more than ``waiting`` are pending, and after every B once no F is left. With
-    ``waiting`` None all backwards are fused.
-    """
-    row = [(F, stage)] * warm_up
-    pending = 0
-    for i in range(m):
-        row.append((BW if waiting is None else B, stage))
-        more = warm_up + i < m
-        if waiting is not None:
-            pending += 1
-            if pending > (waiting if more else 0):
-                row.append((W, stage))
-                pending -= 1
-        if more:
-            row.append((F, stage))
-    return row + [(W, stage)] * pending
+    return [alternate(d, m, warm=2 * (p - d) - 1, waiting=2 * d, head=m) for d in range(p)]
 
 
 def _taken_apart(codes: Codes, placement: Placement) -> Codes:

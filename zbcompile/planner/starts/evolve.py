@@ -6,6 +6,7 @@ List schedules and offset keys are searched this way.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Generic, TypeVar
@@ -56,10 +57,11 @@ class Pool(Generic[T]):
     def evolve(
         self,
         first: Iterable[T],
-        change: Callable[[T], T],
+        change: Callable[[T, random.Random], T],
         rng: random.Random,
         tries: int,
         stop: Callable[[], bool] = lambda: False,
+        patience: int = sys.maxsize,
     ) -> Iterator[T]:
         """Yield every setting that is better than all before.
 
@@ -75,16 +77,19 @@ class Pool(Generic[T]):
             Most settings, the first ones included.
         stop
             Asked before every try whether to end early.
+        patience
+            Most tries without gain.
         """
-        settings = chain(first, self._changes(change, rng))
-        for _ in range(tries):
-            setting = None if stop() else next(settings, None)
+        settings, last_gain = chain(first, self._changes(change, rng)), 0
+        for number in range(tries):
+            setting = None if stop() or number - last_gain > patience else next(settings, None)
             if setting is None:
                 return
             if self.take(setting):
+                last_gain = number
                 yield setting
 
-    def _changes(self, change: Callable[[T], T], rng: random.Random) -> Iterator[T]:
+    def _changes(self, change: Callable[[T, random.Random], T], rng: random.Random) -> Iterator[T]:
         """Yield changed settings, as long as there are some to change."""
         while self.best:
-            yield change(rng.choice(self.best[: self.changed])[1])
+            yield change(rng.choice(self.best[: self.changed])[1], rng)

@@ -29,7 +29,13 @@ _RULE_ACTIONS = 40_000
 
 def pattern_codes(instance: Instance, pattern: Pattern) -> Codes:
     """Return the order of a pattern."""
-    return [alternate(instance, rank, *numbers) for rank, numbers in enumerate(zip(*pattern, strict=True))]
+    m, codes, memory = instance.num_microbatches, [], instance.memory
+    for (s, *_), headroom, numbers in zip(
+        instance.stages_of, instance.headroom, zip(*pattern, strict=True), strict=True
+    ):
+        change, peak = ([row[s] for row in table] for table in (memory.change, memory.peak))
+        codes.append(alternate(s, m, *numbers, change=change, peak=peak, headroom=headroom))
+    return codes
 
 
 def neighbours(pattern: Pattern, count: int) -> Iterator[Pattern]:
@@ -50,7 +56,16 @@ def neighbours(pattern: Pattern, count: int) -> Iterator[Pattern]:
 
 
 def alternate(
-    instance: Instance, rank: int, warm: int, waiting: int, head: int, tail: int
+    s: int,
+    m: int,
+    warm: int,
+    waiting: int = 0,
+    head: int = 0,
+    tail: int = 0,
+    *,
+    change: Sequence[int] = (0, 0, 0, 0),
+    peak: Sequence[int] = (0, 0, 0, 0),
+    headroom: int = 0,
 ) -> list[tuple[int, int]]:
     """Return a row of ``warm`` F's, then a backward and an F in turn.
 
@@ -60,19 +75,17 @@ def alternate(
 
     Parameters
     ----------
-    instance
-        The problem.
-    rank
-        The rank, with one stage.
+    s, m
+        The stage, and the number of microbatches.
     warm
         F's before the first backward.
     waiting
         W's that may wait.
     head, tail
         How many microbatches are split at the start and at the end.
+    change, peak, headroom
+        Bytes by kind, as `Instance.memory` has them, and those of the rank. Left out, everything fits.
     """
-    s, m, headroom = instance.stages_of[rank][0], instance.num_microbatches, instance.headroom[rank]
-    change, peak = ([row[s] for row in table] for table in (instance.memory.change, instance.memory.peak))
     row: list[tuple[int, int]] = []
     held = forwards = backwards = pending = 0
 

@@ -22,7 +22,8 @@ from zbcompile.planner.core.times import Clock
 from zbcompile.planner.incumbent import Order
 from zbcompile.planner.run import Run
 from zbcompile.planner.starts.evolve import Pool
-from zbcompile.planner.starts.offset_key_orders import KeysInFlight, first_keys
+from zbcompile.planner.starts.offset_key_orders import first_keys
+from zbcompile.planner.starts.offset_keys import OffsetKeys
 
 __all__ = ["HeldDispatch", "Priorities", "held_dispatch"]
 
@@ -32,18 +33,19 @@ _MOST_STEPS = 50_000
 
 @dataclass(frozen=True, slots=True)
 class Priorities:
-    """What decides a dispatch.
+    """What decides a dispatch: keys, and per stage from which microbatch up to which backwards are fused."""
 
-    Attributes
-    ----------
-    offsets
-        Offset keys, of which the smaller goes first, and the most microbatches between F and B per stage.
-    fused
-        Per stage, from which microbatch up to which one backwards are fused.
-    """
-
-    offsets: KeysInFlight
+    offsets: OffsetKeys
     fused: tuple[tuple[int, int], ...]
+
+    def changed(self, m: int, rng: random.Random) -> Priorities:
+        """Return the priorities with other keys or limits, or others fused at one stage or at all."""
+        if rng.random() < 0.7:
+            return replace(self, offsets=self.offsets.changed(rng))
+        s, every = rng.randrange(len(self.fused)), rng.random() < 0.3
+        low, high = sorted((rng.choice((0, 1, 2, m // 2, m)), rng.choice((0, m // 2, m - 2, m - 1, m))))
+        fused = ((low, high) if every or k == s else old for k, old in enumerate(self.fused))
+        return replace(self, fused=tuple(fused))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +72,10 @@ class HeldDispatch:
             return None if codes is None else clock.score(codes)
 
         pool, tries = Pool[Priorities](score, most=12, changed=4), len(first) + run.effort.dispatches // 4
-        for chosen in pool.evolve(first, lambda old: _changed(old, m, rng), rng, tries, run.over):
+        for chosen in pool.evolve(first, lambda old, rng: old.changed(m, rng), rng, tries, run.over):
             codes = held_dispatch(clock, chosen)
             assert codes is not None
             yield Order(codes, (self.name,))
-
-
-def _changed(priorities: Priorities, m: int, rng: random.Random) -> Priorities:
-    """Return the priorities with other keys or limits, or others fused at one stage or at all."""
-    if rng.random() < 0.7:
-        return replace(priorities, offsets=priorities.offsets.changed(rng))
-    s, every = rng.randrange(len(priorities.fused)), rng.random() < 0.3
-    window = sorted((rng.choice((0, 1, 2, m // 2, m)), rng.choice((0, m // 2, m - 2, m - 1, m))))
-    fused = ((window[0], window[1]) if every or k == s else old for k, old in enumerate(priorities.fused))
-    return replace(priorities, fused=tuple(fused))
 
 
 @dataclass(slots=True)
@@ -97,32 +89,17 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Rank:
-    """Where a rank stands.
+    """Where a rank stands: what it chose and has not ended, when it chose that, and whether it has started.
 
-    Attributes
-    ----------
-    free
-        When its last action ended.
-    held
-        Bytes that it holds.
-    next
-        The action that it chose and has not ended.
-    chosen
-        When it chose it.
-    running
-        Whether it has started.
-    sent
-        What its last action sent.
-    row
-        What it chose so far.
+    And when its last action ended, what that sent, the bytes held, and all that it chose so far.
     """
 
-    free: int = 0
-    held: int = 0
     next: Op | None = None
     chosen: int = 0
     running: bool = False
+    free: int = 0
     sent: list[_Sent] = field(default_factory=list)
+    held: int = 0
     row: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -136,7 +113,7 @@ class _Dispatch:
 
     def __init__(self, clock: Clock, priorities: Priorities) -> None:
         self.clock, self.instance = clock, clock.instance
-        self.keys, self.fused = priorities.offsets.keys.keys(clock.instance)[0], priorities.fused
+        self.keys, self.fused = priorities.offsets.keys(clock.instance), priorities.fused
         self.in_flight = priorities.offsets.in_flight
         self.ahead = clock.problem.sends.receive_depth
         instance = self.instance

@@ -72,7 +72,9 @@ class ListSchedules:
         if not (run.alone or is_looped(instance)):
             tries = min(tries, _FEW)
         first = _first_settings(run, pool)
-        for setting in pool.evolve(first, lambda old: changed(old, instance, room, rng), rng, tries, over):
+        for setting in pool.evolve(
+            first, lambda old, rng: changed(old, instance, room, rng), rng, tries, over
+        ):
             yield order(setting)
         for _, setting in pool.best[1:]:
             if not run.done:

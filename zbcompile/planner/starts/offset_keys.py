@@ -9,16 +9,18 @@ Steps are in slots, as in the building blocks of arXiv 2405.15362.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 
+from zbcompile.planner.core.dispatch import Recipe
 from zbcompile.planner.core.instance import B, Codes, F, Instance, W
 
-__all__ = ["OffsetKeys", "block_order", "mutate", "standard_offset_keys", "waves_of"]
+__all__ = ["OffsetKeys", "block_order", "standard_offset_keys", "waves_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class OffsetKeys:
-    """Steps and gaps in slots.
+    """Steps and gaps in slots, and limits.
 
     Attributes
     ----------
@@ -28,51 +30,77 @@ class OffsetKeys:
         Gap before the second wave of F's, ..., before the first B, before the second wave of B's, ...
     weight
         How much later than its B a W is due.
-    extra
-        Microbatches in flight beyond those that the offsets imply.
     share
         Hundredths of a W that a gap must last for a W to fill it.
     period
         Slots from one microbatch to the next, 0 for 3 v.
+    in_flight
+        Most microbatches between F and B per stage. Empty: any number.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     gaps: tuple[int, ...]
     weight: int = 1
-    extra: int = 0
     share: int = 100
     period: int = 0
+    in_flight: tuple[int, ...] = ()
 
-    def offsets(self, waves: list[list[int]]) -> tuple[dict[int, int], dict[int, int]]:
+    def offsets(self, instance: Instance) -> tuple[dict[int, int], dict[int, int]]:
         """Return the offsets of F and of B per stage, in slots."""
-        forward: dict[int, int] = {}
-        backward: dict[int, int] = {}
-        at, gaps = 0, list(self.gaps)
-        for w, wave in enumerate(waves):
-            at += gaps[w - 1] if w else 0
-            for k, s in enumerate(wave):
-                at += self.forward[w] if k else 0
-                forward[s] = at
-        for w, wave in enumerate(reversed(waves)):
-            at += gaps[len(waves) - 1 + w]
-            for k, s in enumerate(reversed(wave)):
-                at += self.backward[w] if k else 0
-                backward[s] = at
-        return forward, backward
+        waves, at = waves_of(instance), 0
+        runs = [*waves, *(wave[::-1] for wave in waves[::-1])]
+        found: list[tuple[int, int]] = []
+        for run, step, gap in zip(runs, (*self.forward, *self.backward), (0, *self.gaps), strict=True):
+            found += [(s, at + gap + k * step) for k, s in enumerate(run)]
+            at = found[-1][1]
+        return dict(found[: instance.num_stages]), dict(found[instance.num_stages :])
 
-    def keys(self, instance: Instance) -> tuple[list[int], list[int]]:
-        """Return (key per action, in-flight limit per stage) for `Dispatcher.run`."""
-        forward, backward = self.offsets(waves_of(instance))
-        S, m = instance.num_stages, instance.num_microbatches
-        period = self.period or 3 * -(-S // instance.num_ranks)
+    def slots(self, instance: Instance) -> int:
+        """Return the slots from one microbatch to the next."""
+        return self.period or 3 * -(-instance.num_stages // instance.num_ranks)
+
+    def keys(self, instance: Instance) -> list[int]:
+        """Return the key of every action, as `zbcompile.planner.core.dispatch.Dispatcher.run` takes it."""
+        forward, backward = self.offsets(instance)
+        step, m = 100 * self.slots(instance), instance.num_microbatches
         keys: list[int] = []
         for side, late in ((forward, 0), (backward, 0), (backward, self.weight)):
-            for s in range(S):
+            for s in range(instance.num_stages):
                 first = 100 * (side[s] + late) + (1 if late else 0)
-                keys.extend(range(first, first + 100 * period * m, 100 * period))
-        in_flight = [max(1, (backward[s] - forward[s]) // period + 1 + self.extra) for s in range(S)]
-        return keys, in_flight
+                keys.extend(range(first, first + step * m, step))
+        return keys
+
+    def recipe(self) -> Recipe:
+        """Return the limits, as `zbcompile.planner.core.dispatch.Dispatcher.run` takes them."""
+        return Recipe(share=self.share, in_flight=self.in_flight or None)
+
+    def limited(self, instance: Instance, more: int) -> OffsetKeys:
+        """Return the keys with so many more microbatches in flight than they imply."""
+        forward, backward = self.offsets(instance)
+        implied = ((backward[s] - forward[s]) // self.slots(instance) for s in range(instance.num_stages))
+        return replace(self, in_flight=tuple(max(1, number + 1) + more for number in implied))
+
+    def changed(self, rng: random.Random) -> OffsetKeys:
+        """Return the keys with one to three numbers changed by one or two, or as many limits by one."""
+        forward, backward, gaps = list(self.forward), list(self.backward), list(self.gaps)
+        weight, share, in_flight = self.weight, self.share, list(self.in_flight)
+        limits = rng.random() < 0.5
+        for _ in range(rng.randint(1, 3)):
+            what = 5 if limits else rng.randrange(5)
+            if what < 3:
+                row = (forward, backward, gaps)[what]
+                k = rng.randrange(len(row))
+                row[k] = max(0, row[k] + rng.choice((-1, 1, 2)))
+            elif what == 3:
+                weight = max(0, weight + rng.choice((-6, -2, -1, 1, 2, 6)))
+            elif what == 4:
+                share = rng.choice((0, 25, 50, 75, 100, 125, 150))
+            else:
+                k = rng.randrange(len(in_flight))
+                in_flight[k] = max(1, in_flight[k] + rng.choice((-1, 1)))
+        steps = (tuple(forward), tuple(backward), tuple(gaps))
+        return OffsetKeys(*steps, weight, share, self.period, tuple(in_flight))
 
 
 def waves_of(instance: Instance) -> list[list[int]]:
@@ -95,33 +123,22 @@ def block_order(instance: Instance, offset_keys: OffsetKeys) -> Codes:
     every T = 3 v slots (v stages on a rank); each W takes the first slot that is free after its B. Times are
     forgotten: what counts is the order.
     """
-    forward, backward = offset_keys.offsets(waves_of(instance))
-    rows = []
+    sides, m, rows = (
+        tuple(zip((F, B), offset_keys.offsets(instance), strict=True)),
+        instance.num_microbatches,
+        [],
+    )
     for stages in instance.stages_of:
-        period = 3 * len(stages)
-        slots: dict[int, list[tuple[int, int, int]]] = {}
-        for s in stages:
-            for i in range(instance.num_microbatches):
-                slots.setdefault(forward[s] + period * i, []).append((F, s, i))
-                slots.setdefault(backward[s] + period * i, []).append((B, s, i))
-        timed = [(at, n, kind, s) for at, ops in slots.items() for n, (kind, s, _) in enumerate(ops)]
-        timed.extend(_weights(slots, offset_keys.weight))
-        timed.sort()
-        rows.append([(kind, s) for _, _, kind, s in timed])
+        timed = [
+            (side[s] + 3 * len(stages) * i, kind, s) for s in stages for kind, side in sides for i in range(m)
+        ]
+        taken, at = {slot for slot, _, _ in timed}, 0
+        for begin, _, s in sorted(action for action in timed if action[1] == B):
+            at = next(slot for slot in count(max(at, begin + offset_keys.weight)) if slot not in taken)
+            taken.add(at)
+            timed.append((at, W, s))
+        rows.append([(kind, s) for _, kind, s in sorted(timed)])
     return rows
-
-
-def _weights(slots: dict[int, list[tuple[int, int, int]]], delay: int) -> list[tuple[int, int, int, int]]:
-    """Return W's in the first free slots, ``delay`` or more after their B's, in the order of the B's."""
-    taken, result, at = set(slots), [], -1
-    backwards = sorted((t, n, op[1]) for t, ops in slots.items() for n, op in enumerate(ops) if op[0] == B)
-    for begin, n, s in backwards:
-        at = max(at, begin + delay)
-        while at in taken:
-            at += 1
-        taken.add(at)
-        result.append((at, n, W, s))
-    return result
 
 
 def standard_offset_keys(num_waves: int, num_ranks: int) -> list[OffsetKeys]:
@@ -144,22 +161,3 @@ def standard_offset_keys(num_waves: int, num_ranks: int) -> list[OffsetKeys]:
         starts.append(OffsetKeys((1,) * n, (1,) * n, (1,) * (n - 1) + (third,) + (1,) * (n - 1)))
     starts.append(OffsetKeys((2,) * n, (2,) * n, (1,) * (2 * n - 1)))
     return starts
-
-
-def mutate(offset_keys: OffsetKeys, rng: random.Random) -> OffsetKeys:
-    """Return the keys with one to three numbers changed by one or two."""
-    forward, backward, gaps = list(offset_keys.forward), list(offset_keys.backward), list(offset_keys.gaps)
-    weight, extra, share = offset_keys.weight, offset_keys.extra, offset_keys.share
-    for _ in range(rng.randint(1, 3)):
-        what = rng.randrange(6)
-        if what < 3:
-            row = (forward, backward, gaps)[what]
-            k = rng.randrange(len(row))
-            row[k] = max(0, row[k] + rng.choice((-1, 1, 2)))
-        elif what == 3:
-            weight = max(0, weight + rng.choice((-6, -2, -1, 1, 2, 6)))
-        elif what == 4:
-            extra = max(0, extra + rng.choice((-1, 1, 1, 2)))
-        else:
-            share = rng.choice((0, 25, 50, 75, 100, 125, 150))
-    return OffsetKeys(tuple(forward), tuple(backward), tuple(gaps), weight, extra, share, offset_keys.period)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from zbcompile.planner.core.dispatch import Dispatcher, Recipe
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, Op, W
 from zbcompile.planner.core.score import latest_starts
-from zbcompile.planner.core.scorer import Scorer
+from zbcompile.planner.core.scorer import Scored, Scorer
 
 __all__ = ["stretch"]
 
@@ -20,51 +20,29 @@ def stretch(
     scorer: Scorer,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Codes]:
-    """Return orders for many microbatches made from an order for few, best first.
+    """Return at most four orders for many microbatches made from an order for ``count``, best first.
 
     Microbatches c .. c + q - 1 of the middle are repeated: their start times, moved on by the time that q
     microbatches take, are the keys of the new ones. Every q up to twice the number of ranks that divides the
-    difference is tried.
-
-    Parameters
-    ----------
-    instance
-        The problem with many microbatches.
-    codes
-        An order for ``count`` microbatches.
-    count
-        Microbatches of that order.
-    scorer
-        Scorer of ``instance``.
-    stop
-        Asked before every block to repeat whether to end early.
-
-    Returns
-    -------
-    list of Codes
-        At most four.
+    difference is tried; ``stop`` is asked before each whether to end early.
     """
     short = replace(instance, num_microbatches=count)
     starts = latest_starts(short, codes)
     extra = instance.num_microbatches - count
     dispatcher = None if any(kind == BW for kind, _, _ in starts) else Dispatcher(instance)
-    found: list[tuple[tuple[int, int], Codes]] = []
+    found: list[Scored] = []
     for q in range(1, min(2 * instance.num_ranks, count // 2) + 1):
-        if extra % q:
-            continue
         for c in {count // 3, (count - q) // 2, count // 2 - q // 2 - 1}:
-            if not 0 < c < count - q or stop():
+            if extra % q or not 0 < c < count - q or stop():
                 continue
             times = _times(short, starts, c, q, extra)
             made: list[Codes | None] = [_sorted_by(instance, times)]
             if dispatcher is not None:
                 made.append(_dispatched(instance, dispatcher, times))
-            for decoded in made:
-                score = None if decoded is None else scorer.score(decoded)
-                if decoded is not None and score is not None:
-                    found.append((score, decoded))
-    found.sort(key=lambda entry: entry[0])
-    return [decoded for _, decoded in found[:4]]
+            scored = ((scorer.score(decoded), decoded) for decoded in made if decoded is not None)
+            found += [(*score, decoded) for score, decoded in scored if score is not None]
+    found.sort(key=lambda entry: entry[:2])
+    return [decoded for _, _, decoded in found[:4]]
 
 
 def _times(short: Instance, starts: dict[Op, int], c: int, q: int, extra: int) -> dict[Op, int]:
