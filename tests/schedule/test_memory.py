@@ -16,7 +16,7 @@ from zbcompile.planner.core.instance import Instance, to_codes, to_schedule
 from zbcompile.planner.core.kernel import counts_size, stays_legal
 from zbcompile.planner.core.score import fits
 from zbcompile.planner.core.tables import Tables, pack
-from zbcompile.planner.starts.fused_patterns import alternate
+from zbcompile.planner.starts.fused_patterns import pattern_codes
 from zbcompile.schedule.check import faults
 from zbcompile.schedule.communication import insert_communication
 from zbcompile.schedule.ir import Action, Kind, Schedule
@@ -97,7 +97,8 @@ def test_makers_of_orders_stay_within_the_bag() -> None:
         ranks = rng.randint(1, 3)
         problem = random_problem(rng, ranks=ranks, microbatches=rng.randint(2, 5))
         instance, m = Instance.of(problem), problem.num_microbatches
-        orders = [[alternate(instance, r, m, m, rng.randint(0, m), 0) for r in range(ranks)]]
+        heads = tuple(rng.randint(0, m) for _ in range(ranks))
+        orders = [pattern_codes(instance, ((m,) * ranks, (m,) * ranks, heads, (0,) * ranks))]
         keys = list(range(m)) * (3 * ranks)
         recipe = Recipe(ALTERNATE, on_rank=(m,) * ranks, idle=(0,) * ranks)
         listed = Dispatcher(instance, list).run(keys, recipe)
