@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate
 
-from zbcompile.planner.bounds.warmup import warmup_forwards
 from zbcompile.planner.core.dispatch import ALTERNATE, B_FIRST, F_FIRST, IN_TURN, Recipe
-from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, is_chain, numbered
+from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, numbered
 from zbcompile.planner.core.paths import Paths
 
 __all__ = [
@@ -33,7 +32,7 @@ __all__ = [
     "round_settings",
 ]
 
-_SHARES = (100, 75, 50, 125, 25, 150, 0, 200)
+_SHARES = (100, 75, 50, 25, 0)
 
 _STEPS = 24
 """Idle times tried, an eighth of a W apart."""
@@ -93,57 +92,22 @@ def is_looped(instance: Instance) -> bool:
 
 
 def in_order_settings(instance: Instance, target: int) -> Iterator[Setting]:
-    """Yield settings for stages in order, idle no longer than a value of ``target`` ns allows."""
+    """Yield settings for stages in order, idle no longer than a value of ``target`` ns allows.
+
+    As many microbatches are in flight as fill the round trip, or one fewer, or one more.
+    """
     paths = Paths.of(instance)
     idle = tuple(target - instance.work(r) for r in range(instance.num_ranks))
-    standard = _standard_limits(instance, paths)
-    first = [*_warmup_limits(instance, paths, target), *standard]
-    for share in _SHARES:
-        for limits in chain(first, _mixed_limits(standard[0], standard[1])):
-            forwards = tuple(c * len(stages) for c, stages in zip(limits, instance.stages_of, strict=True))
-            recipe = Recipe(ALTERNATE, share, on_rank=forwards, idle=idle)
-            yield Setting("", recipe, (1,) * instance.num_microbatches)
-
-
-def _standard_limits(instance: Instance, paths: Paths) -> list[tuple[int, ...]]:
-    """Return limits of microbatches in flight to try, best first: just enough F's to fill the round trip."""
     base = [
         -(-paths.f_to_b(stages[0], stages[0]) // max(1, sum(instance.forward[s] for s in stages)))
         for stages in instance.stages_of
     ]
-    p = instance.num_ranks
-    return [
-        tuple(max(1, b - 1) for b in base),
-        tuple(max(1, b) for b in base),
-        tuple(b + 1 for b in base),
-        (instance.num_microbatches,) * p,
-        tuple(2 * (p - d) - 1 for d in range(p)),
-    ]
-
-
-def _mixed_limits(few: tuple[int, ...], more: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield limits with one microbatch more in flight on the first ranks than on the rest.
-
-    The middle cut comes first. The idle time before the first B grows towards rank 0 by what a round trip
-    exceeds whole F's; one more F on the ranks up to a cut starts it anew from there.
-    """
-    p = len(few)
-    for cut in sorted(range(p - 1), key=lambda cut: (abs(2 * cut + 2 - p), cut)):
-        yield (*more[: cut + 1], *few[cut + 1 :])
-
-
-def _warmup_limits(instance: Instance, paths: Paths, target: int) -> list[tuple[int, ...]]:
-    """Return F's before the first B on every rank, as the warm-up bound allows them.
-
-    For the target, and for values up to 2 % above it.
-    """
-    found: list[tuple[int, ...]] = []
-    if is_chain(instance):
-        for permille in (0, 2, 5, 10, 20):
-            counts = warmup_forwards(instance, paths, target + target * permille // 1000)
-            if counts is not None and counts not in found:
-                found.append(counts)
-    return found
+    for share in _SHARES:
+        for more in (-1, 0, 1):
+            limits = (max(1, count + more) for count in base)
+            forwards = tuple(c * len(stages) for c, stages in zip(limits, instance.stages_of, strict=True))
+            recipe = Recipe(ALTERNATE, share, on_rank=forwards, idle=idle)
+            yield Setting("", recipe, (1,) * instance.num_microbatches)
 
 
 def largest_group(instance: Instance) -> int:
@@ -174,32 +138,40 @@ def round_settings(instance: Instance) -> Iterator[Setting]:
 
     Groups have as many microbatches as there are ranks, fewer where memory allows no more, or 1 or 3 more, or
     as many more as F's run while a message travels once around the ranks: then the next F is always there.
+    Or the second has one more and the third one fewer, or the last is halved.
     With K = (v - 1) G + 1 + 2 (p - 1 - r) forwards in flight on rank r nobody waits for a B of rank p - 1.
     The settings that alternate come a second time as `_hastened` says.
     """
     p, m, room = instance.num_ranks, instance.num_microbatches, largest_group(instance)
+    if room == 0:
+        return
     travel = sum(max((lag for _, lag in row), default=0) for row in instance.forward_from[1 : p + 1])
     around = -(-travel * instance.num_stages // max(1, sum(instance.forward)))
-    few = tuple(2 * r for r in range(p))
+    few, group = tuple(2 * r for r in range(p)), min(p, room)
+    even = even_groups(group, m)
+    stepped = (even[0], even[1] + 1, even[2] - 1, *even[3:]) if len(even) > 2 else even
+    halved = (*even[:-1], even[-1] // 2 + 1, even[-1] - even[-1] // 2 - 1)
     found: dict[Setting, None] = {}
-    for more, slope, extra, rule, share, pending in (
-        (0, 2, 0, ALTERNATE, 0, None),
-        (around, 2, 0, ALTERNATE, 0, None),
-        (1, 2, 0, ALTERNATE, 0, None),
-        (0, 2, 0, B_FIRST, 0, None),
-        (0, 1, p, F_FIRST, 50, None),
-        (3, 2, 0, ALTERNATE, 0, None),
-        (0, 0, m * instance.num_stages, F_FIRST, 50, few),
+    for sizes, slope, extra, rule, share, pending in (
+        (even, 2, 0, ALTERNATE, 0, None),
+        (even_groups(group + around, m), 2, 0, ALTERNATE, 0, None),
+        (even_groups(group + 1, m), 2, 0, ALTERNATE, 0, None),
+        (stepped, 2, 0, ALTERNATE, 0, None),
+        (halved, 2, 0, ALTERNATE, 0, None),
+        (halved, 2, 0, ALTERNATE, 100, None),
+        (even, 2, 0, B_FIRST, 0, None),
+        (even, 1, p, F_FIRST, 50, None),
+        (even_groups(group + 3, m), 2, 0, ALTERNATE, 0, None),
+        (even, 0, m * instance.num_stages, F_FIRST, 50, few),
     ):
-        group = min(p, room) + more
+        most = max(sizes)
         limits = tuple(
-            (len(stages) - 1) * group + 1 + slope * (p - 1 - r) + extra
+            (len(stages) - 1) * most + 1 + slope * (p - 1 - r) + extra
             for r, stages in enumerate(instance.stages_of)
         )
-        if not 1 <= group <= room:
-            continue
-        recipe = Recipe(rule, share, on_rank=limits, pending=pending)
-        found[Setting("rounds", recipe, even_groups(group, m))] = None
+        if most <= room:
+            recipe = Recipe(rule, share, on_rank=limits, pending=pending)
+            found[Setting("rounds", recipe, tuple(size for size in sizes if size))] = None
     yield from found
     yield from [_hastened(setting, instance) for setting in found if setting.recipe.rule == ALTERNATE]
 
@@ -217,14 +189,14 @@ def _hastened(setting: Setting, instance: Instance) -> Setting:
 
 
 def published_settings(instance: Instance, name: str, codes: Codes) -> Iterator[Setting]:
-    """Yield a published order with its W's placed anew, and looser ones where F's and B's alternate."""
+    """Yield a published order with its W's placed anew, and looser ones where B's go first."""
     rows = {
         (B if kind == BW else kind, s, i): k for row in numbered(codes) for k, (kind, s, i) in enumerate(row)
     }
     S, m = instance.num_stages, instance.num_microbatches
     keys = [rows[kind, s, i] for kind in (F, B) for s in range(S) for i in range(m)]
     order = (*keys, *keys[S * m :])
-    for rule in (IN_TURN, ALTERNATE, B_FIRST):
+    for rule in (IN_TURN, B_FIRST):
         for share in (100, 50, 0):
             yield Setting(name, Recipe(rule, share), (), order)
 

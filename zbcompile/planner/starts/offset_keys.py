@@ -123,11 +123,7 @@ def block_order(instance: Instance, offset_keys: OffsetKeys) -> Codes:
     every T = 3 v slots (v stages on a rank); each W takes the first slot that is free after its B. Times are
     forgotten: what counts is the order.
     """
-    sides, m, rows = (
-        tuple(zip((F, B), offset_keys.offsets(instance), strict=True)),
-        instance.num_microbatches,
-        [],
-    )
+    sides, m, rows = [*zip((F, B), offset_keys.offsets(instance), strict=True)], instance.num_microbatches, []
     for stages in instance.stages_of:
         timed = [
             (side[s] + 3 * len(stages) * i, kind, s) for s in stages for kind, side in sides for i in range(m)
