@@ -9,6 +9,7 @@ import pytest
 
 from tests.planner.starts.test_classic import paper_problem
 from zbcompile.errors import InfeasibleError, UsageError
+from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.compare import compare
 from zbcompile.planner.core.instance import Instance, to_schedule
 from zbcompile.planner.exact import model, proofs
@@ -18,7 +19,7 @@ from zbcompile.planner.incumbent import Progress
 from zbcompile.planner.parts import search
 from zbcompile.planner.placements import plan_auto
 from zbcompile.planner.plan import plan
-from zbcompile.planner.portfolio import PORTFOLIO
+from zbcompile.planner.portfolio import NAMES, PORTFOLIO
 from zbcompile.planner.run import Run
 from zbcompile.planner.starts.classic import orders_for
 from zbcompile.planner.starts.initial import OneAtATime, one_at_a_time
@@ -204,3 +205,15 @@ def test_blocking_sends_begin_no_worse_than_what_is_planned_without(placement: P
     run = Run(alone, time_limit_s=60)
     search(run, [part for part in PORTFOLIO if part.name == "other_mode"])
     assert run.value is None
+
+
+def test_stages_that_take_no_time_under_little_memory_are_planned() -> None:
+    """Without gradients of inputs nothing comes back: no bound sees the links, and the best bound is 0."""
+    edges = tuple(Edge(s, s + 1, has_gradient=False) for s in range(3))
+    profile = Profile((StageCost.simple(0, 0, 0, 2, 1),) * 4, edges, Link(5))
+    problem = Problem.of(profile, Placement.v(2), 60, 4)
+    assert best_bound(problem).value_ns == 0
+    without = set(NAMES) - {"list_schedule", "anneal"}
+    solution = plan(problem, level=1, time_limit_s=600, without=without)
+    check(solution.schedule, problem)
+    assert simulate(solution.schedule, problem).value_ns == solution.certificate.value_ns > 0

@@ -342,7 +342,8 @@ class Run:
         count, most = self.effort.orders, HOPELESS
         best = self.pool[:1]
         if wide and self.is_tight and best and best[0].score is not None:
-            count, most = _WIDE * count, most + 3 * max(0.0, best[0].score[0] / self.bound.value_ns - 1)
+            count, bound = _WIDE * count, max(1, self.bound.value_ns)
+            most += 3 * max(0.0, best[0].score[0] / bound - 1)
         best = self.pool[:count]
         longest = most * best[0].score[0] if best and best[0].score else 0
         return [o for k, o in enumerate(best) if k < 3 or (o.score is not None and o.score[0] <= longest)]
