@@ -211,7 +211,7 @@ def test_stages_that_take_no_time_under_little_memory_are_planned() -> None:
     """Without gradients of inputs nothing comes back: no bound sees the links, and the best bound is 0."""
     edges = tuple(Edge(s, s + 1, has_gradient=False) for s in range(3))
     profile = Profile((StageCost.simple(0, 0, 0, 2, 1),) * 4, edges, Link(5))
-    problem = Problem.of(profile, Placement.v(2), 60, 4)
+    problem = Problem.of(profile, Placement.v(2), 6, 4)
     assert best_bound(problem).value_ns == 0
     without = set(NAMES) - {"list_schedule", "anneal"}
     solution = plan(problem, level=1, time_limit_s=600, without=without)

@@ -144,7 +144,7 @@ def value_of_fixed(problem: Problem, codes: Codes, *, early: bool) -> int | None
         end_early(orders)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers, solver.parameters.linearization_level = 1, 2
-    status = run(solver, orders.model)
+    status = run(solver, orders.model, horizon)
     if status == cp_model.INFEASIBLE:
         return None
     assert status == cp_model.OPTIMAL

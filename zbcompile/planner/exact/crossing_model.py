@@ -175,7 +175,7 @@ class OneRank:
         solver.parameters.use_objective_lb_search = True
         solver.parameters.linearization_level = 2
         solver.parameters.max_time_in_seconds = max(0.05, time_limit_s)
-        status = run(solver, self.model)
+        status = run(solver, self.model, 2 * self.horizon)
         if status == cp_model.INFEASIBLE:
             return Solved(self.horizon + 1, True, None, solver.wall_time)
         found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)

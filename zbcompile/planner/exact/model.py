@@ -135,7 +135,7 @@ class _Question:
         solver.parameters.max_time_in_seconds = max(0.01, time_limit_s)
         if ticks.ways:  # found to close more of these, by sooner trying more orders
             solver.parameters.linearization_level = 0
-        status = run(solver, orders.model)
+        status = run(solver, orders.model, horizon)
         seconds = solver.wall_time
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             closed = status == cp_model.INFEASIBLE
