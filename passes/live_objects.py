@@ -1,11 +1,11 @@
-"""What is alive: the objects that a user made before, found by their class."""
+"""What is alive: the objects that a user made before, found by their class, and what may go."""
 
 from __future__ import annotations
 
 import gc
 from typing import Any
 
-__all__ = ["live_objects"]
+__all__ = ["collect_circles", "live_objects"]
 
 
 def live_objects() -> list[Any]:
@@ -21,3 +21,16 @@ def live_objects() -> list[Any]:
     if frozen:
         gc.freeze()
     return found
+
+
+def collect_circles() -> None:
+    """Collect circles of objects that nobody holds any more, those that ``gc.freeze()`` hid included.
+
+    What was frozen is frozen again, as in `live_objects`.
+    """
+    frozen = gc.get_freeze_count() > 0
+    if frozen:
+        gc.unfreeze()
+    gc.collect()
+    if frozen:
+        gc.freeze()

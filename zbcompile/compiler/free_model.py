@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from zbcompile.errors import UsageError
 from zbcompile.passes import torch_private
 from zbcompile.passes.capture.capture import may_be_read
+from zbcompile.passes.live_objects import collect_circles
 from zbcompile.passes.split.stage_graphs import StageGraphs
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.runtime.group import PipelineGroup
@@ -98,7 +98,7 @@ def let_go(freed: Sequence[weakref.ref[Tensor]]) -> None:
 
     Warn where something else still holds a freed tensor: an optimizer that was made before, or a state dict.
     """
-    gc.collect()
+    collect_circles()
     with contextlib.suppress(OSError, AttributeError):  # a C library that keeps nothing back has no such call
         ctypes.CDLL(None).malloc_trim(0)
     alive = [tensor for ref in freed if (tensor := ref()) is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable
 
@@ -11,7 +10,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from zbcompile.errors import UsageError
-from zbcompile.passes.live_objects import live_objects
+from zbcompile.passes.live_objects import collect_circles, live_objects
 
 __all__ = ["Wrappers"]
 
@@ -41,7 +40,7 @@ class Wrappers:
             self._has_looked = True
         if not _holding(self._found, trained):
             return
-        gc.collect()  # one that was dropped may still be in a circle
+        collect_circles()  # one that was dropped may still be in one
         if _holding(self._found, trained):
             raise UsageError(
                 "DistributedDataParallel holds the model, and would sum no gradient of a step",
