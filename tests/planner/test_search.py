@@ -22,6 +22,7 @@ from zbcompile.planner.plan import plan
 from zbcompile.planner.starts import classic
 from zbcompile.planner.starts.initial import one_at_a_time
 from zbcompile.planner.starts.offset_key_orders import first_keys
+from zbcompile.planner.starts.offset_keys import OffsetKeys
 from zbcompile.planner.starts.stretch import stretch
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
@@ -170,6 +171,14 @@ def test_offset_keys_decode_on_every_placement() -> None:
             changed = offset_keys.changed(rng)
             codes = dispatcher.run(changed.keys(instance), changed.recipe())
             assert codes is None or evaluate(instance, codes) is not None
+
+
+def test_offset_keys_without_limits_stay_without() -> None:
+    rng, keys = random.Random(0), OffsetKeys((3, 3), (3, 3), (1, 2, 1))
+    for _ in range(50):
+        keys = keys.changed(rng)
+        assert keys.in_flight == ()
+    assert keys.recipe().in_flight is None
 
 
 def test_a_stretched_order_keeps_its_bubble() -> None:

@@ -234,7 +234,7 @@ class _Dispatch:
         rank.next, rank.chosen = op, now
         rank.row.append((kind, s))
         rank.held += self.instance.memory.change[kind][s]
-        self.done[min(kind, W) if kind != BW else B][s] += 1
+        self.done[B if kind == BW else kind][s] += 1
         self.waiting[s] += {B: 1, W: -1}.get(kind, 0)
         side, _, last = _as_user(op)
         for other in self.ranks:

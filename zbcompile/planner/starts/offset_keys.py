@@ -85,7 +85,7 @@ class OffsetKeys:
         """Return the keys with one to three numbers changed by one or two, or as many limits by one."""
         forward, backward, gaps = list(self.forward), list(self.backward), list(self.gaps)
         weight, share, in_flight = self.weight, self.share, list(self.in_flight)
-        limits = rng.random() < 0.5
+        limits = rng.random() < 0.5 and bool(in_flight)
         for _ in range(rng.randint(1, 3)):
             what = 5 if limits else rng.randrange(5)
             if what < 3:
