@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from tests.support.memory_oracle import fits_by_hand, held_by_hand
 from tests.support.planner_cases import random_placement, random_problem
 from tests.support.strategies import greedy_order, problems
-from zbcompile.planner.core.compiled import vector
 from zbcompile.planner.core.dispatch import ALTERNATE, Dispatcher, Recipe
 from zbcompile.planner.core.instance import Instance, to_codes, to_schedule
-from zbcompile.planner.core.kernel import counts_size, stays_legal
+from zbcompile.planner.core.kernel import stays_legal
 from zbcompile.planner.core.score import fits
 from zbcompile.planner.core.tables import Tables, pack
 from zbcompile.planner.starts.fused_patterns import pattern_codes
@@ -66,9 +65,8 @@ def test_judge_scorer_and_kernel_refuse_the_same_orders(
     instance = Instance.of(problem)
     assert fits(instance, codes) == all(good)
     tables = Tables.of(instance)
-    counts = vector([0] * counts_size(tables))
     line = pack(instance, codes)
-    assert [bool(stays_legal(tables, *line, r, counts)) for r in range(problem.num_ranks)] == good
+    assert [bool(stays_legal(tables, *line, r)) for r in range(problem.num_ranks)] == good
 
 
 @given(problems(max_microbatches=1), st.randoms(use_true_random=False), st.booleans())

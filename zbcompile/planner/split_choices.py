@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from zbcompile.errors import CheckError, InfeasibleError, NoOrderError, UsageError
 from zbcompile.planner.core.instance import Codes, Fusing, Instance, is_chain, to_codes, to_schedule
-from zbcompile.planner.improve.row_changes import fuse_own, split_here
+from zbcompile.planner.improve.row_changes import fuse_range, split_here
 from zbcompile.planner.plan import plan
 from zbcompile.planner.split_reasons import RankReason, check_explainable, rank_reasons
 from zbcompile.planner.starts.fused_patterns import some_by_rule
@@ -193,7 +193,7 @@ def _made_to_obey(row: list[tuple[int, int]], rank: int, problem: Problem) -> li
     changes: tuple[tuple[Callable[..., list[tuple[int, int]]], int, int], ...] = (
         (split_here, 0, head),
         (split_here, m - tail, m),
-        (fuse_own, head, m - tail),
+        (fuse_range, head, m - tail),
     )
     for stage in problem.placement.stages_of(rank):
         for change, low, high in changes:

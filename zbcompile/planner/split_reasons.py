@@ -22,7 +22,7 @@ from zbcompile.errors import UsageError
 from zbcompile.planner.core.instance import BW, B, Codes, Instance
 from zbcompile.planner.core.score import fits
 from zbcompile.planner.core.scorer import fast_value
-from zbcompile.planner.improve.row_changes import fuse_own, split_here, split_later
+from zbcompile.planner.improve.row_changes import fuse_range, split_here, split_later
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.problem import Problem
 from zbcompile.schedule.semantics import ASYNC
@@ -161,7 +161,7 @@ def _reason(codes: Codes, rank: int, problem: Problem, clocks: _Clocks) -> RankR
     splits, fused = (sum(kind == wanted for kind, _ in row) for wanted in (B, BW))
     other_fused, here, later = row, row, row
     for stage in stages:
-        other_fused = fuse_own(other_fused, stage, 0, m)
+        other_fused = fuse_range(other_fused, stage, 0, m)
         here, later = split_here(here, stage, 0, m), split_later(later, stage, 0, m)
     costs = [problem.profile.stages[s] for s in stages]
     return RankReason(

@@ -85,7 +85,7 @@ class Changed:
         ranks = [r for r in self.ranks if cells[LOW, r] >= 0]
         tables, line = self.scorer.tables, cells[LINE][: len(self.places)]
         for r in ranks:
-            legal = stays_legal(tables, self.offsets, line, r, self.scorer.counts)
+            legal = stays_legal(tables, self.offsets, line, r)
             if not cells[STATE, HAS_SETS]:
                 assert fits(tables, cells, r, ENDLESS) == legal
             if not legal:

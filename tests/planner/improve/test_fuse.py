@@ -215,7 +215,7 @@ def test_fusing_and_splitting_ranges_keep_orders_legal_and_fusing_saves_memory(d
     def with_row(row: list[tuple[int, int]]) -> Codes:
         return [row if r == rank else old for r, old in enumerate(codes)]
 
-    fused = with_row(fuse_range(codes[rank], stage, low, low + 2, own=data.draw(st.booleans())))
+    fused = with_row(fuse_range(codes[rank], stage, low, low + 2))
     split = with_row(split_range(codes[rank], stage, low, low + 2, data.draw(st.integers(0, 3))))
     for changed in (fused, split, shaped(codes, Fusing.NEVER), shaped(codes, Fusing.ALWAYS)):
         assert faults(to_schedule(changed, problem), problem) == []

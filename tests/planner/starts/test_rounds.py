@@ -55,9 +55,8 @@ def random_setting(instance: Instance, rng: random.Random) -> Setting:
         left -= groups[-1]
     most = instance.num_stages * instance.num_microbatches
     limits = tuple(rng.choice((rng.randint(1, 12), most)) for _ in instance.headroom)
-    pending = tuple(rng.choice((rng.randint(0, 4), most)) for _ in instance.headroom)
     rule = rng.choice((ALTERNATE, B_FIRST, F_FIRST, IN_TURN))
-    return Setting("rounds", Recipe(rule, 0, on_rank=limits, pending=pending), tuple(groups))
+    return Setting("rounds", Recipe(rule, 0, on_rank=limits), tuple(groups))
 
 
 def rounds_orders(instance: Instance, rng: random.Random, tries: int) -> list[Scored]:
@@ -133,9 +132,6 @@ class Slow:
             if there and (kind == F or i < self.done(F, s)):
                 ready[kind].append((following[kind, s], s))
         waiting = [(following[W, s], s) for s in stages if self.done(W, s) < self.done(B, s)]
-        assert recipe.pending is not None
-        if kinds.count(B) - kinds.count(W) > recipe.pending[rank]:
-            return W, min(waiting)[1]
         if ready[F] and ready[B]:
             last = next((kind for kind in reversed(kinds) if kind != W), F)
             kind = {B_FIRST: B, F_FIRST: F}.get(recipe.rule, F + B - last)

@@ -56,8 +56,6 @@ class Recipe:
         Most microbatches between F and B per stage.
     on_rank
         The same per rank, for all of its stages together.
-    pending
-        Most W's waiting per rank.
     idle
         Idle time in ns per rank, between its first and last action, before W's fill every gap.
     patience
@@ -68,7 +66,6 @@ class Recipe:
     share: int = 100
     in_flight: tuple[int, ...] | None = None
     on_rank: tuple[int, ...] | None = None
-    pending: tuple[int, ...] | None = None
     idle: tuple[int, ...] | None = None
     patience: tuple[int, ...] | None = None
 
@@ -76,7 +73,7 @@ class Recipe:
         """Return S numbers for ``in_flight`` and p each for the others."""
         S, p, m = instance.num_stages, instance.num_ranks, instance.num_microbatches
         limits = [*(self.in_flight or (m,) * S)]
-        for row in (self.on_rank, self.pending, self.idle):
+        for row in (self.on_rank, self.idle):
             limits += row or (FAR,) * p
         return limits + list(self.patience or (0,) * p)
 

@@ -120,14 +120,13 @@ def _look_in_order(
     As `_look_by_key` does, but the F's keep their order, and W's fill gaps.
     """
     free, begin, end = state[2 * p + r], own_at[r], own_at[r + 1]
-    turn, least, reserve, ahead, pending, starved = -1, FAR, 0, 0, 0, False
+    turn, least, reserve, ahead, starved = -1, FAR, 0, 0, False
     weight, first_w = -1, FAR
     for e in range(begin, end):
         s = own[e]
         forwards, backwards, weights = done[s], done[S + s], done[2 * S + s]
         reserve = max(reserve, peak[S + s])
         ahead += forwards - backwards
-        pending += backwards - weights
         if forwards < m and keys[s * m + forwards] < least:
             least = keys[s * m + forwards]
             turn = s
@@ -163,7 +162,7 @@ def _look_in_order(
     if backward >= 0 and arrival < soonest:
         forward, soonest = -1, arrival
     elif backward >= 0 and arrival > soonest:
-        if turned or rule == F_FIRST or arrival > soonest + limits[S + 3 * p + r]:
+        if turned or rule == F_FIRST or arrival > soonest + limits[S + 2 * p + r]:
             backward = -1
         else:
             forward, soonest = -1, arrival
@@ -171,8 +170,8 @@ def _look_in_order(
         gap, idle = soonest - free, 0
         if state[4 * p + r] > 0:
             idle = state[5 * p + r] + gap
-        fills = soonest == FAR or gap * 100 >= share * lengths[weight] or idle > limits[S + 2 * p + r]
-        if pending > limits[S + p + r] or (gap > 0 and (starved or fills)):
+        fills = soonest == FAR or gap * 100 >= share * lengths[weight] or idle > limits[S + p + r]
+        if gap > 0 and (starved or fills):
             state[r] = free + lengths[weight]
             state[p + r] = weight
             return

@@ -13,8 +13,7 @@ from zbcompile.planner.core.compiled import Vector, jit
 from zbcompile.planner.core.tables import Tables
 
 __all__ = ["begin_steps", "end_steps", "first_gather", "gathered", "reduced", "reduced_by"]
-__all__ += ["counts_size", "evaluate_line", "evaluate_unequal", "gaps_at", "next_weight", "note_split"]
-__all__ += ["scratch_size", "stays_legal"]
+__all__ += ["evaluate_line", "evaluate_unequal", "gaps_at", "next_weight", "note_split", "stays_legal"]
 
 _FAR = 1 << 60
 
@@ -22,17 +21,6 @@ _FAR = 1 << 60
 def gaps_at(t: Tables, num_actions: int) -> int:
     """Return the place in the scratch where `evaluate_line` puts its gaps."""
     return 4 * t.num_ranks + 2 * t.num_stages + num_actions
-
-
-def scratch_size(t: Tables, num_actions: int) -> int:
-    """Return the number of elements of scratch that `evaluate_line` needs."""
-    return gaps_at(t, num_actions) + num_actions + 2 * t.num_ranks + t.num_stages
-
-
-def counts_size(t: Tables) -> int:
-    """Return the number of elements of counts that `stays_legal` needs."""
-    marks = t.num_stages * t.num_microbatches if any(t.set_bytes) else 0
-    return 5 * t.num_stages + marks
 
 
 @jit
@@ -132,10 +120,11 @@ def _last_weight(split: Vector, S: int, m: int, s: int) -> int:
     return place
 
 
-def _evaluate_line(
-    t: Any, offsets: Vector, line: Vector, scratch: Vector, ends: Vector, limits: Vector
-) -> int:
+def _evaluate_line(t: Any, offsets: Vector, line: Vector) -> int:
     """Return 100 p times the objective plus the sum over the ranks, or -1 on deadlock.
+
+    Element 3 p of the scratch gets the objective itself. The part from `gaps_at` on gets how long each
+    action's rank waited before it for a message, in ns.
 
     Parameters
     ----------
@@ -145,13 +134,15 @@ def _evaluate_line(
         Where each rank's row begins in ``line``, and the number of actions.
     line
         All codes in a row.
-    scratch
-        `scratch_size` elements. Element 3 p gets the objective itself. The part from `gaps_at` on gets how
-        long each action's rank waited before it for a message, in ns.
-    ends, limits
-        2 S m elements each: ends of F's and B's, and the latest starts that those who wait for them allow.
     """
-    S, p, m = t.num_stages, t.num_ranks, t.num_microbatches
+    S, p, m, scratch, ends, limits = (
+        t.num_stages,
+        t.num_ranks,
+        t.num_microbatches,
+        t.scratch,
+        t.ends,
+        t.limits,
+    )
     total = offsets[p]
     late, clock, place, counts, trail = 0, p, 2 * p, 4 * p, 4 * p + 2 * S
     gaps = trail + total
@@ -310,12 +301,9 @@ evaluate_unequal = jit(_for_unequal(_evaluate_line))
 
 
 @jit
-def stays_legal(t: Tables, offsets: Vector, line: Vector, rank: int, counts: Vector) -> bool:
-    """Return whether a rank's row keeps F before B before W for each stage, and its headroom.
-
-    ``counts`` has `counts_size` elements.
-    """
-    S = t.num_stages
+def stays_legal(t: Tables, offsets: Vector, line: Vector, rank: int) -> bool:
+    """Return whether a rank's row keeps F before B before W for each stage, and its headroom."""
+    S, counts = t.num_stages, t.counts
     for e in range(t.own_at[rank], t.own_at[rank + 1]):
         for kind in range(4):
             counts[kind * S + t.own[e]] = 0
@@ -335,18 +323,18 @@ def stays_legal(t: Tables, offsets: Vector, line: Vector, rank: int, counts: Vec
             if counts[S + s] + counts[3 * S + s] > counts[s]:
                 return False
             if kind == 3 and t.set_bytes[s] > 0 and counts[S + s] > counts[2 * S + s]:
-                return bool(_sets_fit(t, offsets, line, rank, counts))
+                return bool(_sets_fit(t, offsets, line, rank))
     return True
 
 
 @jit
-def _sets_fit(t: Tables, offsets: Vector, line: Vector, rank: int, counts: Vector) -> bool:
+def _sets_fit(t: Tables, offsets: Vector, line: Vector, rank: int) -> bool:
     """Return what `stays_legal` does, for a row in which gradients wait: a BW stands before an earlier W.
 
     W's of a stage come in microbatch order. So those that wait are the BW's behind the B whose W is next:
     the marks keep how many BW's stand before each B.
     """
-    S, m = t.num_stages, t.num_microbatches
+    S, m, counts = t.num_stages, t.num_microbatches, t.counts
     sets, marks = 4 * S, 5 * S
     for e in range(t.own_at[rank], t.own_at[rank + 1]):
         for kind in range(5):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from zbcompile.planner.core.compiled import MakeVector, Vector, can_compile, vector
 from zbcompile.planner.core.instance import Codes, Instance
-from zbcompile.planner.core.kernel import counts_size, evaluate_line, gaps_at, scratch_size, stays_legal
+from zbcompile.planner.core.kernel import evaluate_line, gaps_at, stays_legal
 from zbcompile.planner.core.score import value_of
 from zbcompile.planner.core.tables import Tables, pack
 from zbcompile.planner.core.times import Clock
@@ -53,14 +53,14 @@ def can_score(instance: Instance) -> bool:
 class Scorer:
     """Scores the orders of one problem.
 
-    Its buffers are reused from call to call, so each thread needs a scorer of its own.
+    Its working space is reused from call to call, so each thread needs a scorer of its own.
 
     Parameters
     ----------
     instance
         The problem.
     vector
-        Makes the buffers; with ``list`` nothing is compiled.
+        Makes the tables; with ``list`` nothing is compiled.
 
     Attributes
     ----------
@@ -68,15 +68,10 @@ class Scorer:
         The same.
     tables
         The problem as flat arrays.
-    ends, limits, counts
-        Buffers of the kernels (`zbcompile.planner.core.kernel`).
     """
 
     def __init__(self, instance: Instance, vector: MakeVector = vector) -> None:
         self.instance, self.tables, self.vector = instance, Tables.of(instance, vector), vector
-        slots = 2 * instance.num_stages * instance.num_microbatches
-        self.ends, self.limits = vector([0] * slots), vector([0] * slots)
-        self.counts = vector([0] * counts_size(self.tables))
 
     def score(self, codes: Codes) -> Score | None:
         """Return the score of an order, or ``None`` if it is not legal, does not fit or deadlocks."""
@@ -90,18 +85,14 @@ class Scorer:
     def score_line(self, offsets: Vector, line: Vector) -> Score | None:
         """Return the same for codes in a row, as `pack` makes them."""
         for rank in range(self.instance.num_ranks):
-            if not stays_legal(self.tables, offsets, line, rank, self.counts):
+            if not stays_legal(self.tables, offsets, line, rank):
                 return None
-        score, scratch = self.evaluate(offsets, line)
-        return None if score < 0 else (int(scratch[3 * self.instance.num_ranks]), score)
+        score = int(evaluate_line(self.tables, offsets, line))
+        return None if score < 0 else (int(self.tables.scratch[3 * self.instance.num_ranks]), score)
 
     def gaps(self, codes: Codes) -> list[int]:
         """Return per action, rank by rank, how long its rank waits before it for a message, in ns."""
         offsets, line = pack(self.instance, codes, self.vector)
+        evaluate_line(self.tables, offsets, line)
         first = gaps_at(self.tables, len(line))
-        return [int(gap) for gap in self.evaluate(offsets, line)[1][first : first + len(line)]]
-
-    def evaluate(self, offsets: Vector, line: Vector) -> tuple[int, Vector]:
-        """Return the tie-breaking score (-1 on deadlock) and the scratch of `evaluate_line`."""
-        scratch = self.vector([0] * scratch_size(self.tables, len(line)))
-        return int(evaluate_line(self.tables, offsets, line, scratch, self.ends, self.limits)), scratch
+        return [int(gap) for gap in self.tables.scratch[first : first + len(line)]]

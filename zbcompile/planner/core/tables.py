@@ -43,6 +43,10 @@ class Tables(NamedTuple):
         `zbcompile.planner.core.step_costs.StepCosts`.
     after_forward_at, after_forward, after_backward_at, after_backward
         The ranks of the stages that wait for F, or for B, of stage s.
+    scratch, ends, limits, counts
+        Working space of the kernels (`zbcompile.planner.core.kernel`), for orders of up to 3 S m actions; so
+        each thread needs tables of its own. ``ends`` and ``limits`` have the ends of F's and B's, and the
+        latest starts that those who wait for them allow.
     """
 
     num_stages: int
@@ -71,6 +75,10 @@ class Tables(NamedTuple):
     after_forward: Vector
     after_backward_at: Vector
     after_backward: Vector
+    scratch: Vector
+    ends: Vector
+    limits: Vector
+    counts: Vector
 
     @staticmethod
     def of(instance: Instance, vector: MakeVector = vector) -> Tables:
@@ -80,6 +88,8 @@ class Tables(NamedTuple):
         own_at, own = _ragged(instance.stages_of, vector)
         after_f_at, after_f = _ragged(_targets(instance, instance.forward_from), vector)
         after_b_at, after_b = _ragged(_targets(instance, instance.backward_from), vector)
+        S, p, slots = instance.num_stages, instance.num_ranks, instance.num_stages * instance.num_microbatches
+        marks = slots if any(instance.memory.set_bytes) else 0
         return Tables(
             instance.num_stages,
             instance.num_ranks,
@@ -107,6 +117,10 @@ class Tables(NamedTuple):
             after_f,
             after_b_at,
             after_b,
+            vector([0] * (6 * slots + 6 * p + 3 * S)),
+            vector([0] * (2 * slots)),
+            vector([0] * (2 * slots)),
+            vector([0] * (5 * S + marks)),
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from zbcompile.planner.core.compiled import MakeVector, Vector, jit, vector
 from zbcompile.planner.core.instance import Codes, Instance
-from zbcompile.planner.core.kernel import evaluate_unequal, next_weight, note_split, scratch_size
+from zbcompile.planner.core.kernel import evaluate_unequal, next_weight, note_split
 from zbcompile.planner.core.tables import Tables, pack
 from zbcompile.schedule.memory import Memory
 from zbcompile.schedule.problem import Problem
@@ -105,9 +105,9 @@ def _more_waits(came: Vector, S: int, m: int, s: int, place: int) -> int:
 
 
 @jit
-def stays_legal_unequal(t: Any, offsets: Vector, line: Vector, rank: int, counts: Vector) -> bool:
+def stays_legal_unequal(t: Any, offsets: Vector, line: Vector, rank: int) -> bool:
     """Do what `zbcompile.planner.core.kernel.stays_legal` does, with each microbatch's own bytes."""
-    S, m = t.num_stages, t.num_microbatches
+    S, m, counts = t.num_stages, t.num_microbatches, t.counts
     for e in range(t.own_at[rank], t.own_at[rank + 1]):
         for kind in range(4):
             counts[kind * S + t.own[e]] = 0
@@ -154,7 +154,7 @@ class UnequalScorer:
     problem
         The problem.
     vector
-        Makes the buffers; with ``list`` nothing is compiled.
+        Makes the tables; with ``list`` nothing is compiled.
 
     Attributes
     ----------
@@ -164,16 +164,11 @@ class UnequalScorer:
         The problem as flat arrays; ``tables.order`` is the permutation that counts.
     instance
         The problem with the largest costs, for its stages and ranks.
-    ends, limits, counts
-        Buffers of the kernels.
     """
 
     def __init__(self, problem: Problem, vector: MakeVector = vector) -> None:
         self.problem, self.tables, self.vector = problem, unequal_tables(problem, vector), vector
         self.instance = Instance.of(problem.alike(max))
-        slots = 2 * problem.num_stages * problem.num_microbatches
-        self.ends, self.limits = vector([0] * slots), vector([0] * slots)
-        self.counts = vector([0] * (4 * problem.num_stages))
 
     def set_order(self, order: tuple[int, ...]) -> None:
         """Take the microbatches in this order from now on."""
@@ -184,16 +179,11 @@ class UnequalScorer:
         """Return whether an order keeps F before B before W, and every rank's headroom."""
         offsets, line = pack(self.instance, codes, self.vector)
         ranks = range(self.problem.num_ranks)
-        return all(stays_legal_unequal(self.tables, offsets, line, rank, self.counts) for rank in ranks)
+        return all(stays_legal_unequal(self.tables, offsets, line, rank) for rank in ranks)
 
     def score(self, codes: Codes) -> tuple[int, int] | None:
         """Return (objective in ns, tie-breaking score), or ``None`` on deadlock or where it does not fit."""
         if not self.fits(codes):
             return None
-        score, scratch = self.evaluate(*pack(self.instance, codes, self.vector))
-        return None if score < 0 else (int(scratch[3 * self.problem.num_ranks]), score)
-
-    def evaluate(self, offsets: Vector, line: Vector) -> tuple[int, Vector]:
-        """Return the tie-breaking score (-1 on deadlock) and the scratch of `evaluate_unequal`."""
-        scratch = self.vector([0] * scratch_size(self.tables, len(line)))
-        return int(evaluate_unequal(self.tables, offsets, line, scratch, self.ends, self.limits)), scratch
+        score = int(evaluate_unequal(self.tables, *pack(self.instance, codes, self.vector)))
+        return None if score < 0 else (int(self.tables.scratch[3 * self.problem.num_ranks]), score)

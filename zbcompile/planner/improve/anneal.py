@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from zbcompile.planner.core.compiled import vector
 from zbcompile.planner.core.instance import Codes, Instance
-from zbcompile.planner.core.kernel import scratch_size
-from zbcompile.planner.core.scorer import Scorer
-from zbcompile.planner.core.tables import EXPONENTIAL, pack, unpack
+from zbcompile.planner.core.tables import EXPONENTIAL, Tables, pack, unpack
 from zbcompile.planner.improve.anneal_kernel import anneal
 from zbcompile.planner.improve.cells import lay_out
 
@@ -37,12 +35,12 @@ class Annealer:
     ----------
     instance
         The problem.
-    scorer
-        Its scorer, whose buffers the kernel uses.
+    tables
+        The same as flat arrays.
     """
 
     def __init__(self, instance: Instance) -> None:
-        self.instance, self.scorer = instance, Scorer(instance)
+        self.instance, self.tables = instance, Tables.of(instance)
         self.jumps, self.exponential = vector(JUMPS), vector(EXPONENTIAL)
 
     def run(
@@ -76,19 +74,18 @@ class Annealer:
             Per rank (low, high, copies): the block at these places of its row stays as it is, or, with more
             than one copy in a row, all copies are changed alike.
         """
-        instance, scorer, p = self.instance, self.scorer, self.instance.num_ranks
+        instance, p = self.instance, self.instance.num_ranks
         offsets, best = pack(instance, codes)
         size = int(offsets[p])
         cells = lay_out(instance, codes, (seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1)
-        scores, scratch = vector([0] * 5), vector([0] * scratch_size(scorer.tables, size))
-        frozen = vector([0] * (3 * p))
+        scores, frozen = vector([0] * 5), vector([0] * (3 * p))
         for r, (low, high, copies) in enumerate(frozen_blocks or ()):
             begin = int(offsets[r])
             frozen[3 * r], frozen[3 * r + 1], frozen[3 * r + 2] = begin + low, begin + high, copies
         for first, last in chunks(tries, size, stop):
             reached = anneal(
-                scorer.tables, cells, offsets, best, scores, first, last, tries, heat, goal, self.jumps,
-                self.exponential, scorer.counts, frozen, scratch, scorer.ends, scorer.limits,
+                self.tables, cells, offsets, best, scores, first, last, tries, heat, goal, self.jumps,
+                self.exponential, frozen,
             )  # fmt: skip
             if int(reached) < last:
                 break

@@ -37,11 +37,11 @@ def _change(cells: Vector, jumps: Vector) -> None:
     microbatches of one (kind, stage), and 38 a single action.
     """
     rank, moves = -1, 1
-    dice = random_bits(cells) & 63
+    dice = random_bits(cells, at.STATE) & 63
     if dice >= 48:
         moves = 2 if dice < 60 else 3
     for _ in range(moves):
-        dice = random_bits(cells) & 127
+        dice = random_bits(cells, at.STATE) & 127
         if rank < 0 or dice & 1:
             rank = below(cells, cells[at.STATE, at.RANKS])
         dice >>= 1
@@ -56,7 +56,7 @@ def _change(cells: Vector, jumps: Vector) -> None:
 
 
 @jit
-def _settle(t: Tables, cells: Vector, offsets: Vector, scratch: Vector, ends: Vector, limits: Vector) -> None:
+def _settle(t: Tables, cells: Vector, offsets: Vector) -> None:
     """Make the line the order at hand, from nothing.
 
     Where stages cost something once a step, which `rebuild` and `retime` do not know, its score is that of
@@ -65,34 +65,23 @@ def _settle(t: Tables, cells: Vector, offsets: Vector, scratch: Vector, ends: Ve
     rebuild(cells)
     note_rows(t, cells)
     if t.has_steps:
-        cells[at.STATE, at.KEPT_SCORE] = evaluate_line(t, offsets, cells[at.LINE], scratch, ends, limits)
-        cells[at.STATE, at.KEPT_WORST] = scratch[3 * t.num_ranks]
+        cells[at.STATE, at.KEPT_SCORE] = evaluate_line(t, offsets, cells[at.LINE])
+        cells[at.STATE, at.KEPT_WORST] = t.scratch[3 * t.num_ranks]
 
 
 @jit
-def _try(
-    t: Tables,
-    cells: Vector,
-    offsets: Vector,
-    jumps: Vector,
-    counts: Vector,
-    frozen_blocks: Vector,
-    most: int,
-    scratch: Vector,
-    ends: Vector,
-    limits: Vector,
-) -> bool:
+def _try(t: Tables, cells: Vector, offsets: Vector, jumps: Vector, frozen_blocks: Vector, most: int) -> bool:
     """Change the order at hand; keep the change if its score is at most ``most``. Return whether it is."""
     _change(cells, jumps)
     kept = False
     rise = (most - cells[at.STATE, at.KEPT_SCORE]) // (100 * cells[at.STATE, at.RANKS])
     limit = FAR if t.has_steps else cells[at.STATE, at.KEPT_WORST] + rise
-    legal = cells[at.STATE, at.TOUCHED] > 0 and are_legal(t, cells, offsets, counts, frozen_blocks, limit)
+    legal = cells[at.STATE, at.TOUCHED] > 0 and are_legal(t, cells, offsets, frozen_blocks, limit)
     if legal and t.has_steps:
-        score = evaluate_line(t, offsets, cells[at.LINE], scratch, ends, limits)
+        score = evaluate_line(t, offsets, cells[at.LINE])
         kept = 0 <= score <= most
         if kept:
-            _settle(t, cells, offsets, scratch, ends, limits)
+            _settle(t, cells, offsets)
     elif legal:
         score = retime(cells)
         kept = 0 <= score <= most
@@ -121,11 +110,7 @@ def anneal(
     goal: int,
     jumps: Vector,
     exponential: Vector,
-    counts: Vector,
     frozen_blocks: Vector,
-    scratch: Vector,
-    ends: Vector,
-    limits: Vector,
 ) -> int:
     """Do the tries ``first`` to ``last`` of ``total``; return the next try.
 
@@ -154,15 +139,11 @@ def anneal(
         Objective in ns at which to stop.
     jumps, exponential
         Tables of random lengths of moves, and of exponentially distributed numbers.
-    counts
-        Buffer of `stays_legal`.
     frozen_blocks
         Per rank low, high and copies of a block (`_keep_block`); no copies for none.
-    scratch, ends, limits
-        Buffers of `evaluate_line`, which is asked where stages cost something once a step.
     """
     if first == 0:
-        _settle(t, cells, offsets, scratch, ends, limits)
+        _settle(t, cells, offsets)
         scores[4] = scores[0] = cells[at.STATE, at.KEPT_SCORE]
         scores[1] = cells[at.STATE, at.KEPT_WORST]
     for n in range(first, last):
@@ -170,9 +151,9 @@ def anneal(
             return n
         left = 1.0 - n / total
         most = cells[at.STATE, at.KEPT_SCORE] + int(
-            heat * scores[4] * left * left * exponential[random_bits(cells) & 4095]
+            heat * scores[4] * left * left * exponential[random_bits(cells, at.STATE) & 4095]
         )
-        if _try(t, cells, offsets, jumps, counts, frozen_blocks, most, scratch, ends, limits):
+        if _try(t, cells, offsets, jumps, frozen_blocks, most):
             scores[3] += 1
             score, worst = cells[at.STATE, at.KEPT_SCORE], cells[at.STATE, at.KEPT_WORST]
             if worst < scores[1] or (worst == scores[1] and score < scores[0]):
@@ -185,8 +166,8 @@ def anneal(
             scores[2] = n
             for k in range(cells[at.STATE, at.PLACES]):
                 cells[at.LINE, k] = best[k]
-            _settle(t, cells, offsets, scratch, ends, limits)
+            _settle(t, cells, offsets)
         elif scores[3] >= _KEPT:
             scores[3] = 0
-            _settle(t, cells, offsets, scratch, ends, limits)
+            _settle(t, cells, offsets)
     return last

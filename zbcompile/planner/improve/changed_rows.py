@@ -90,9 +90,7 @@ def _keep_block(cells: Vector, low: int, high: int, copies: int, rank: int) -> b
 
 
 @jit
-def are_legal(
-    t: Tables, cells: Vector, offsets: Vector, counts: Vector, frozen_blocks: Vector, limit: int
-) -> bool:
+def are_legal(t: Tables, cells: Vector, offsets: Vector, frozen_blocks: Vector, limit: int) -> bool:
     """Return whether the changed rows are legal and fit, and frozen blocks are as they must be.
 
     The end that counts may not lie behind ``limit``, as far as each changed row says.
@@ -104,7 +102,7 @@ def are_legal(
             return False
         if not fits(t, cells, r, limit):
             return False
-        if cells[at.STATE, at.HAS_SETS] == 1 and not stays_legal(t, offsets, cells[at.LINE], r, counts):
+        if cells[at.STATE, at.HAS_SETS] == 1 and not stays_legal(t, offsets, cells[at.LINE], r):
             return False
     return True
 

@@ -19,8 +19,7 @@ from zbcompile.planner.core.score import fits
 from zbcompile.planner.improve.jitter import jittered_mean
 from zbcompile.planner.improve.row_changes import (
     RowChange,
-    fuse_next,
-    fuse_own,
+    fuse_range,
     in_order,
     small_move,
     split_here,
@@ -256,7 +255,7 @@ class _Search:
         mean = jittered_mean(clock, self.codes, seed=run.seed)
         for s in range(instance.num_stages):
             for low, high in zip(phases, phases[1:], strict=False):
-                for change in (fuse_own, split_here):
+                for change in (fuse_range, split_here):
                     if run.seconds_left <= self.reserve / 2:
                         return
                     codes = self.changed((s,), change, low, high)
@@ -275,7 +274,7 @@ def _range_changes(instance: Instance) -> list[_Change]:
     cuts = sorted({0, 1, *(k for k in (p // 2, p, m - p, m - p // 2, m - 1, m) if 0 < k <= m)})
     windows = [(low, high) for a, low in enumerate(cuts) for high in cuts[a + 1 :]]
     groups: list[tuple[int, ...]] = [every, every[1:], *((s,) for s in every)]
-    kinds = (fuse_own, fuse_next, split_here)
+    kinds = (fuse_range, split_here)
     return [(stages, change, *window) for stages in groups for window in windows for change in kinds]
 
 

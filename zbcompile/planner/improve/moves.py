@@ -16,20 +16,20 @@ _ROUNDS = 64
 
 
 @jit
-def random_bits(cells: Vector) -> int:
-    """Return the next number of a 32-bit xorshift sequence in `STATE`."""
-    x: int = cells[at.STATE, at.RANDOM]
+def random_bits(cells: Vector, row: int) -> int:
+    """Return the next number of a 32-bit xorshift sequence, whose state is the first element of a row."""
+    x: int = cells[row, 0]
     x ^= (x << 13) & 0xFFFFFFFF
     x ^= x >> 17
     x ^= (x << 5) & 0xFFFFFFFF
-    cells[at.STATE, at.RANDOM] = x
+    cells[row, 0] = x
     return x
 
 
 @jit
 def below(cells: Vector, count: int) -> int:
     """Return a random number from 0 to ``count`` - 1."""
-    number: int = (random_bits(cells) * count) >> 32
+    number: int = (random_bits(cells, at.STATE) * count) >> 32
     return number
 
 
@@ -155,7 +155,7 @@ def move_cause(cells: Vector, rank: int, jumps: Vector) -> int:
     if block == 0:
         return -1
     way = below(cells, 3)
-    jump = jumps[random_bits(cells) & 4095]
+    jump = jumps[random_bits(cells, at.STATE) & 4095]
     if way == 1 or jump > block:
         jump = 1 + below(cells, block)
     if way == 2:
@@ -168,8 +168,8 @@ def move_one(cells: Vector, rank: int, jumps: Vector) -> int:
     """Take one action of a rank some places forward or back."""
     begin, end = cells[at.ROW, rank], cells[at.ROW, rank + 1]
     a: int = begin + below(cells, end - begin)
-    jump = jumps[random_bits(cells) & 4095]
-    if random_bits(cells) & 64:
+    jump = jumps[random_bits(cells, at.STATE) & 4095]
+    if random_bits(cells, at.STATE) & 64:
         jump = -jump
     return rank if _slide(cells, a, jump) != a else -1
 
@@ -182,7 +182,7 @@ def move_many(cells: Vector, rank: int, width: int) -> int:
     low = below(cells, cells[at.STATE, at.MICROBATCHES])
     high = low + below(cells, cells[at.STATE, at.MICROBATCHES])
     by = 1 + below(cells, width)
-    forward, changed = random_bits(cells) & 64 == 0, False
+    forward, changed = random_bits(cells, at.STATE) & 64 == 0, False
     for n in range(end - begin):
         a = end - 1 - n if forward else begin + n
         chosen = cells[at.LINE, a] == code and low <= cells[at.NUMBER, a] <= high

@@ -11,8 +11,6 @@ from zbcompile.planner.core.instance import BW, B, F, W
 __all__ = [
     "Row",
     "RowChange",
-    "fuse_next",
-    "fuse_own",
     "fuse_range",
     "in_order",
     "small_move",
@@ -28,29 +26,19 @@ RowChange = Callable[[Row, int, int, int], Row]
 """(row, stage, low, high) to the row with microbatches low..high-1 of the stage changed."""
 
 
-def fuse_range(row: Row, stage: int, low: int, high: int, *, own: bool) -> Row:
-    """Return the row with backwards fused, each without its ``own`` W or without the first W behind it.
-
-    Memory never rises.
-    """
+def fuse_range(row: Row, stage: int, low: int, high: int) -> Row:
+    """Return the row with backwards fused, their W's gone. Memory never rises."""
     pending: list[bool] = []
     result: Row = []
-    number = spare = 0
+    number = 0
     for kind, s in row:
-        if s != stage or kind == F:
-            result.append((kind, s))
-        elif kind == W:
-            chosen = pending.pop(0)
-            if chosen if own else spare:
-                spare -= not own
-            else:
-                result.append((W, s))
-        else:
+        inside = False
+        if s == stage and kind in (B, BW):
             inside = low <= number < high
             number += 1
             if kind == B:
                 pending.append(inside)
-                spare += inside
+        if not (kind == W and s == stage and pending.pop(0)):
             result.append((BW if inside else kind, s))
     return result
 
@@ -73,7 +61,6 @@ def split_range(row: Row, stage: int, low: int, high: int, later: int) -> Row:
     return result + [(W, stage)] * len(due)
 
 
-fuse_own, fuse_next = partial(fuse_range, own=True), partial(fuse_range, own=False)
 split_here, split_later = partial(split_range, later=0), partial(split_range, later=2)
 
 
@@ -83,7 +70,7 @@ def small_move(row: Row, rng: random.Random) -> Row:
     kind, s = row[k]
     if kind in (B, BW) and rng.random() < 0.3:
         i = sum(other in (B, BW) and stage == s for other, stage in row[:k])
-        change = rng.choice((fuse_own, fuse_next, split_here, split_later))
+        change = rng.choice((fuse_range, split_here, split_later))
         return change(row, s, i, i + 1)
     rest = row[:k] + row[k + 1 :]
     place = max(0, min(len(rest), k + rng.choice((-4, -3, -2, -1, -1, 1, 1, 2, 3, 4))))

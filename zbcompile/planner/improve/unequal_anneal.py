@@ -10,26 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from zbcompile.planner.core.compiled import Vector, jit, vector
+from zbcompile.planner.core.compiled import Vector, jit, matrix, vector
 from zbcompile.planner.core.instance import Codes
 from zbcompile.planner.core.kernel import evaluate_unequal
 from zbcompile.planner.core.tables import EXPONENTIAL, pack, unpack
 from zbcompile.planner.core.unequal import UnequalScorer, stays_legal_unequal
 from zbcompile.planner.improve.anneal import JUMPS, chunks
+from zbcompile.planner.improve.moves import random_bits
 from zbcompile.schedule.problem import Problem
 
 __all__ = ["UnequalAnnealer"]
-
-
-@jit
-def _bits(state: Vector) -> int:
-    """Return the next number of a 32-bit xorshift sequence; the state is the first element."""
-    x: int = state[0]
-    x ^= (x << 13) & 0xFFFFFFFF
-    x ^= x >> 17
-    x ^= (x << 5) & 0xFFFFFFFF
-    state[0] = x
-    return x
 
 
 @jit
@@ -50,15 +40,15 @@ def _permute(order: Vector, state: Vector, taken: Vector) -> bool:
     What is taken is noted in ``state``: its second element says how often, and ``taken`` from where to where.
     """
     m = len(order)
-    a = _bits(state) % m
-    b = _bits(state) % m
-    shift = _bits(state) % 3 == 0
-    state[1] = 1 if shift else 2
+    a = random_bits(state, 0) % m
+    b = random_bits(state, 0) % m
+    shift = random_bits(state, 0) % 3 == 0
+    state[0, 1] = 1 if shift else 2
     taken[0], taken[1] = a, b
     taken[2], taken[3] = (b - 1 if b > a else b + 1), a
     if a == b:
         return False
-    for k in range(state[1]):
+    for k in range(state[0, 1]):
         _take(order, taken[2 * k], taken[2 * k + 1])
     return True
 
@@ -69,14 +59,14 @@ def _move(offsets: Vector, line: Vector, state: Vector, jumps: Vector, taken: Ve
 
     They are noted as in `_permute`.
     """
-    rank = _bits(state) % (len(offsets) - 1)
+    rank = random_bits(state, 0) % (len(offsets) - 1)
     begin, size = offsets[rank], offsets[rank + 1] - offsets[rank]
-    state[1] = 1 + _bits(state) % 2
-    for k in range(state[1]):
-        a = _bits(state) % size
-        jump = jumps[_bits(state) % 4096]
+    state[0, 1] = 1 + random_bits(state, 0) % 2
+    for k in range(state[0, 1]):
+        a = random_bits(state, 0) % size
+        jump = jumps[random_bits(state, 0) % 4096]
         taken[2 * k] = begin + a
-        taken[2 * k + 1] = begin + min(max(a - jump if _bits(state) & 64 else a + jump, 0), size - 1)
+        taken[2 * k + 1] = begin + min(max(a - jump if random_bits(state, 0) & 64 else a + jump, 0), size - 1)
         _take(line, taken[2 * k], taken[2 * k + 1])
     return int(rank)
 
@@ -98,10 +88,6 @@ def _anneal(
     jumps: Vector,
     exponential: Vector,
     taken: Vector,
-    scratch: Vector,
-    ends: Vector,
-    limits: Vector,
-    counts: Vector,
 ) -> int:
     """Do the tries ``first`` to ``last`` of ``total``; return the next try.
 
@@ -132,8 +118,6 @@ def _anneal(
         Tables of random lengths of moves, and of exponentially distributed numbers.
     taken
         From where to where a try took what, two times.
-    scratch, ends, limits, counts
-        Buffers of `evaluate_unequal` and `stays_legal_unequal`.
     """
     p = t.num_ranks
     row = t.order if permutes else line
@@ -149,18 +133,18 @@ def _anneal(
             high = low + 1
         legal = True
         for rank in range(low, high):
-            legal = legal and stays_legal_unequal(t, offsets, line, rank, counts)
-        score = evaluate_unequal(t, offsets, line, scratch, ends, limits) if legal else -1
+            legal = legal and stays_legal_unequal(t, offsets, line, rank)
+        score = evaluate_unequal(t, offsets, line) if legal else -1
         left = 1.0 - n / total
-        warm = heat * left * left * exponential[_bits(state) % 4096]
+        warm = heat * left * left * exponential[random_bits(state, 0) % 4096]
         if score < 0 or score - scores[0] > warm:
-            for k in range(state[1] - 1, -1, -1):
+            for k in range(state[0, 1] - 1, -1, -1):
                 _take(row, taken[2 * k + 1], taken[2 * k])
         else:
             scores[0] = score
-            if scratch[3 * p] < scores[2] or (scratch[3 * p] == scores[2] and score < scores[1]):
+            if t.scratch[3 * p] < scores[2] or (t.scratch[3 * p] == scores[2] and score < scores[1]):
                 scores[1] = score
-                scores[2] = scratch[3 * p]
+                scores[2] = t.scratch[3 * p]
                 scores[3] = n
                 for k in range(len(best)):
                     best[k] = row[k]
@@ -211,15 +195,14 @@ class UnequalAnnealer:
         scorer = self.scorer
         scorer.set_order(order)
         offsets, line = pack(scorer.instance, codes)
-        score, scratch = scorer.evaluate(offsets, line)
+        score = int(evaluate_unequal(scorer.tables, offsets, line))
         best = vector(list(order) if permutes else [int(code) for code in line])
-        scores = vector([score, score, int(scratch[3 * scorer.problem.num_ranks]), 0])
-        state = vector([(seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1, 0])  # the first is never 0
+        scores = vector([score, score, int(scorer.tables.scratch[3 * scorer.problem.num_ranks]), 0])
+        state = matrix([[(seed * 2_654_435_761 + 88_675_123) % 0xFFFFFFFF + 1, 0]])  # the first is never 0
         for first, last in chunks(tries, len(line), stop):
             reached = _anneal(
                 scorer.tables, offsets, line, best, scores, state, permutes, first, last, tries,
-                float(heat * score), goal, self.jumps, self.exponential, self.taken, scratch, scorer.ends,
-                scorer.limits, scorer.counts,
+                float(heat * score), goal, self.jumps, self.exponential, self.taken,
             )  # fmt: skip
             if int(reached) < last:
                 break

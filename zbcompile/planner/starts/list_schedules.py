@@ -125,39 +125,34 @@ def _first_settings(run: Run, pool: Pool[Setting]) -> Iterator[Setting]:
 
 def changed(setting: Setting, instance: Instance, room: int, rng: random.Random) -> Setting:
     """Return a setting with one to three changes; no group exceeds ``room`` microbatches."""
-    regroups = setting.name == "rounds"
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
-        dice = rng.random() if regroups else rng.uniform(0.55, 1)
+        dice = rng.random() if setting.name == "rounds" else 1.0
         if dice < 0.55:
             groups = _regrouped(setting.groups, rng)
             if dice < 0.1:
                 groups = even_groups(max(1, setting.groups[0] + rng.choice((-2, -1, 1, 2, 3))), sum(groups))
             setting = replace(setting, groups=groups) if max(groups) <= room else setting
-        elif regroups and dice > 0.96:
+        elif dice < 0.59:
             setting = replace(setting, early=_moved(setting.early, instance, rng))
         else:
-            setting = replace(setting, recipe=_varied(setting.recipe, instance, dice, rng))
+            setting = replace(setting, recipe=_varied(setting.recipe, instance, rng))
     return setting
 
 
-def _varied(recipe: Recipe, instance: Instance, dice: float, rng: random.Random) -> Recipe:
-    """Return a recipe with one of its limits or its rule changed; ``dice`` (from .55 to 1) says which."""
-    most = instance.num_stages * instance.num_microbatches + 1
-    if dice < 0.8:
-        return replace(recipe, on_rank=_shifted(recipe.on_rank, 1, most, rng))
-    if dice < 0.84:
-        return replace(recipe, pending=_shifted(recipe.pending, 1, most, rng))
-    if dice < 0.88:
-        half = max(instance.weight) // 2
-        return replace(recipe, idle=_shifted(recipe.idle, half, most * half, rng))
-    if dice < 0.9:
-        quarter = max(instance.forward) // 4
-        patience = recipe.patience or (0,) * instance.num_ranks
+def _varied(recipe: Recipe, instance: Instance, rng: random.Random) -> Recipe:
+    """Return a recipe with its rule, its share, or one of the limits that it has changed."""
+    most, half = instance.num_stages * instance.num_microbatches + 1, max(instance.weight) // 2
+    free = recipe.rule != IN_TURN
+    what = rng.choices(range(5), (25 * bool(recipe.on_rank), 4 * bool(recipe.idle), 2 * free, 5, 5 * free))[0]
+    if what == 0:
+        return replace(recipe, on_rank=_shifted(recipe.on_rank or (), 1, most, rng))
+    if what == 1:
+        return replace(recipe, idle=_shifted(recipe.idle or (), half, most * half, rng))
+    if what == 2:
+        quarter, patience = max(instance.forward) // 4, recipe.patience or (0,) * instance.num_ranks
         return replace(recipe, patience=_shifted(patience, quarter, 5 * quarter, rng))
-    if dice < 0.95:
+    if what == 3:
         return replace(recipe, share=max(0, recipe.share + rng.choice((-50, -25, -10, 10, 25, 50))))
-    if recipe.rule == IN_TURN:
-        return recipe
     return replace(recipe, rule=rng.choice((ALTERNATE, B_FIRST, F_FIRST)))
 
 
@@ -186,12 +181,8 @@ def _regrouped(groups: tuple[int, ...], rng: random.Random) -> tuple[int, ...]:
     return tuple(count for count in result if count)
 
 
-def _shifted(
-    limits: Sequence[int] | None, step: int, most: int, rng: random.Random
-) -> tuple[int, ...] | None:
+def _shifted(limits: Sequence[int], step: int, most: int, rng: random.Random) -> tuple[int, ...]:
     """Change the limits of a range of ranks by one or two steps, or lift them; the least is 0."""
-    if limits is None:
-        return None
     low = rng.randrange(len(limits))
     high = low + 1 if rng.random() < 0.5 else rng.randrange(low + 1, len(limits) + 1)
     by = most if rng.random() < 0.1 else step * rng.choice((-2, -1, 1, 2))

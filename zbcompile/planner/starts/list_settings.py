@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from zbcompile.planner.core.dispatch import ALTERNATE, B_FIRST, F_FIRST, IN_TURN, Recipe
+from zbcompile.planner.core.dispatch import ALTERNATE, B_FIRST, IN_TURN, Recipe
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, numbered
 from zbcompile.planner.core.paths import Paths
 
@@ -147,30 +147,27 @@ def round_settings(instance: Instance) -> Iterator[Setting]:
         return
     travel = sum(max((lag for _, lag in row), default=0) for row in instance.forward_from[1 : p + 1])
     around = -(-travel * instance.num_stages // max(1, sum(instance.forward)))
-    few, group = tuple(2 * r for r in range(p)), min(p, room)
+    group = min(p, room)
     even = even_groups(group, m)
     stepped = (even[0], even[1] + 1, even[2] - 1, *even[3:]) if len(even) > 2 else even
     halved = (*even[:-1], even[-1] // 2 + 1, even[-1] - even[-1] // 2 - 1)
     found: dict[Setting, None] = {}
-    for sizes, slope, extra, rule, share, pending in (
-        (even, 2, 0, ALTERNATE, 0, None),
-        (even_groups(group + around, m), 2, 0, ALTERNATE, 0, None),
-        (even_groups(group + 1, m), 2, 0, ALTERNATE, 0, None),
-        (stepped, 2, 0, ALTERNATE, 0, None),
-        (halved, 2, 0, ALTERNATE, 0, None),
-        (halved, 2, 0, ALTERNATE, 100, None),
-        (even, 2, 0, B_FIRST, 0, None),
-        (even, 1, p, F_FIRST, 50, None),
-        (even_groups(group + 3, m), 2, 0, ALTERNATE, 0, None),
-        (even, 0, m * instance.num_stages, F_FIRST, 50, few),
+    for sizes, rule, share in (
+        (even, ALTERNATE, 0),
+        (even_groups(group + around, m), ALTERNATE, 0),
+        (even_groups(group + 1, m), ALTERNATE, 0),
+        (stepped, ALTERNATE, 0),
+        (halved, ALTERNATE, 0),
+        (halved, ALTERNATE, 100),
+        (even, B_FIRST, 0),
+        (even_groups(group + 3, m), ALTERNATE, 0),
     ):
         most = max(sizes)
-        limits = tuple(
-            (len(stages) - 1) * most + 1 + slope * (p - 1 - r) + extra
-            for r, stages in enumerate(instance.stages_of)
+        limits = (
+            (len(stages) - 1) * most + 1 + 2 * (p - 1 - r) for r, stages in enumerate(instance.stages_of)
         )
         if most <= room:
-            recipe = Recipe(rule, share, on_rank=limits, pending=pending)
+            recipe = Recipe(rule, share, on_rank=tuple(limits))
             found[Setting("rounds", recipe, tuple(size for size in sizes if size))] = None
     yield from found
     yield from [_hastened(setting, instance) for setting in found if setting.recipe.rule == ALTERNATE]
