@@ -17,8 +17,11 @@ from zbcompile.planner.core.dispatch import ALTERNATE, B_FIRST, F_FIRST, IN_TURN
 from zbcompile.planner.core.instance import B, Codes, F, Instance, W, to_schedule
 from zbcompile.planner.core.scorer import Score, Scored, Scorer
 from zbcompile.planner.plan import plan
+from zbcompile.planner.run import Run
+from zbcompile.planner.starts.classic import orders_for
 from zbcompile.planner.starts.evolve import Pool
-from zbcompile.planner.starts.list_schedules import changed
+from zbcompile.planner.starts.initial import one_at_a_time
+from zbcompile.planner.starts.list_schedules import ListSchedules, changed
 from zbcompile.planner.starts.list_settings import Setting, is_looped, largest_group, round_settings
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Edge, Link, Profile, StageCost
@@ -293,6 +296,20 @@ def test_plan_takes_rounds_and_proves_them() -> None:
     solution = plan(published(4, 4, 16), time_limit_s=60)
     assert solution.origin == "list_schedule rounds"
     assert solution.certificate.status == "OPTIMAL"
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(4, 3, 12), (8, 4, 16)])
+def test_placements_without_published_orders_begin_with_rounds(p: int, v: int, m: int) -> None:
+    """On a V with three or more stages per rank the order of one microbatch after the other was the start."""
+    problem = published(p, v, m).with_(placement=Placement.v(p, v))
+    assert orders_for(problem) == []
+    run = Run(problem, time_limit_s=60)
+    first, score = next(ListSchedules().propose(run)), Scorer(run.instance).value
+    check(to_schedule(first.codes, problem), problem)
+    rounds, alone = score(first.codes), score(one_at_a_time(run.instance))
+    assert rounds is not None
+    assert alone is not None
+    assert 2 * rounds < alone
 
 
 def test_which_placements_are_looped() -> None:

@@ -51,7 +51,7 @@ class ListSchedules:
     instant: bool = False
 
     def applies(self, run: Run) -> bool:
-        """Return True: there are settings for every placement."""
+        """Return True: there are first settings for every placement."""
         return True
 
     def propose(self, run: Run) -> Iterator[Order]:
@@ -111,12 +111,11 @@ def _first_settings(run: Run, pool: Pool[Setting]) -> Iterator[Setting]:
     if run.problem.placement.is_contiguous:
         yield from in_order_settings(instance, run.bound.value_ns)
         return
-    if is_looped(instance):
+    published = classic.orders_for(run.problem)
+    if is_looped(instance) or not published:
         yield from round_settings(instance)
         return
-    yield from chain.from_iterable(
-        published_settings(instance, name, codes) for name, codes in classic.orders_for(run.problem)
-    )
+    yield from chain.from_iterable(published_settings(instance, *order) for order in published)
     best = pool.best[:2]
     for (value, _), setting in best:
         if run.value is None or value <= HOPELESS * run.value:

@@ -3,9 +3,9 @@
 In order, for one stage or neighbouring stages per rank: F's and B's alternate, with as many microbatches in
 flight as fill the round trip.
 
-Rounds, for looped placements: microbatches go in groups, as in interleaved 1F1B (arXiv 2104.04473,
-section 2.2): a rank runs the F's of a group stage by stage, and its B's in the reverse order of its stages.
-The sizes of the groups matter most.
+Rounds, for looped placements and those without published orders: microbatches go in groups, as in interleaved
+1F1B (arXiv 2104.04473, section 2.2): a rank runs F's of a group stage by stage, B's in reverse. The sizes
+of the groups matter most.
 
 Published orders: F's and B's in their order, W's where the real times leave gaps. ZB-V, made for equal times,
 so becomes the greedy search of arXiv 2401.10241 (section 6) without a search.
@@ -139,7 +139,7 @@ def round_settings(instance: Instance) -> Iterator[Setting]:
     Groups have as many microbatches as there are ranks, fewer where memory allows no more, or 1 or 3 more, or
     as many more as F's run while a message travels once around the ranks: then the next F is always there.
     Or the second has one more and the third one fewer, or the last is halved.
-    With K = (v - 1) G + 1 + 2 (p - 1 - r) forwards in flight on rank r nobody waits for a B of rank p - 1.
+    With (v - 1) G + 1 + 2 n F's in flight, n stages behind its last, no rank waits for B's of stage S - 1.
     The settings that alternate come a second time as `_hastened` says.
     """
     p, m, room = instance.num_ranks, instance.num_microbatches, largest_group(instance)
@@ -164,7 +164,8 @@ def round_settings(instance: Instance) -> Iterator[Setting]:
     ):
         most = max(sizes)
         limits = (
-            (len(stages) - 1) * most + 1 + 2 * (p - 1 - r) for r, stages in enumerate(instance.stages_of)
+            (len(stages) - 1) * most + 1 + 2 * (instance.num_stages - 1 - stages[-1])
+            for stages in instance.stages_of
         )
         if most <= room:
             recipe = Recipe(rule, share, on_rank=tuple(limits))
