@@ -13,6 +13,7 @@ import torch
 
 import zbcompile
 from tests.support.gloo_workers import MODELS, even_profile, train_steps
+from tests.support.planner_cases import compile_kernels
 
 
 def _compile_once() -> None:
@@ -26,6 +27,7 @@ def _compile_once() -> None:
 torch.set_num_threads(1)
 with torch.random.fork_rng(devices=[]):
     _compile_once()
+    compile_kernels()  # loads numba, the solver and the search's kernels
     for name in ("gpt2", "llama"):
         MODELS[name]()  # loads what transformers loads late
 threads = len(os.listdir("/proc/self/task"))
