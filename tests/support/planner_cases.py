@@ -132,7 +132,7 @@ def v_problem(p: int, m: int, cap: int, latency: int = 754) -> Problem:
 
 
 def compile_kernels() -> None:
-    """Plan what needs most of the search's kernels, so that numba's cache has them; they count against no limit."""
+    """Plan what needs most of the search's kernels, so that numba's cache has them; no limit counts that."""
     plan(v_problem(3, 9, 3 * 34), level=1, time_limit_s=1.0)
 
 
