@@ -56,7 +56,7 @@ def causal(kind: str, **config: Any) -> Callable[[], nn.Module]:
         import transformers
 
         settings = {
-            "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+            "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
             "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
         } | config  # fmt: skip
@@ -98,7 +98,7 @@ def gpt2_checkpointed() -> nn.Module:
 
 
 BERT = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 40, "pad_token_id": 0,
 }  # fmt: skip
 
@@ -122,26 +122,27 @@ TRANSFORMERS: dict[str, Case] = {
     "phi": Case(causal("Phi"), labelled()),
     "phi3": Case(causal("Phi3"), labelled()),
     "bloom": Case(
-        hugging("BloomConfig", "BloomForCausalLM", vocab_size=VOCABULARY, hidden_size=32, n_layer=3,
+        hugging("BloomConfig", "BloomForCausalLM", vocab_size=VOCABULARY, hidden_size=32, n_layer=2,
                 n_head=4),
         labelled(),
     ),
     "gpt_neox": Case(causal("GPTNeoX"), labelled()),
     "mixtral": Case(causal("Mixtral", num_local_experts=4), labelled()),
     "qwen2_moe": Case(
-        causal("Qwen2Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-               shared_expert_intermediate_size=16),
+        causal("Qwen2Moe", num_experts=4, num_experts_per_tok=2,
+               moe_intermediate_size=16, shared_expert_intermediate_size=16),
         labelled(),
     ),
     "deepseek_v3": Case(
-        causal("DeepseekV3", num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
-               topk_group=1, moe_intermediate_size=16, first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8,
-               qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8),
+        causal("DeepseekV3", num_key_value_heads=4, n_routed_experts=4,
+               num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=16,
+               first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4,
+               qk_nope_head_dim=4, v_head_dim=8),
         labelled(),
     ),
     "mamba2": Case(
         hugging("Mamba2Config", "Mamba2ForCausalLM", vocab_size=VOCABULARY, hidden_size=32,
-                num_hidden_layers=3, num_heads=8, head_dim=8, state_size=8, n_groups=1, chunk_size=4,
+                num_hidden_layers=2, num_heads=8, head_dim=8, state_size=8, n_groups=1, chunk_size=4,
                 bos_token_id=1, eos_token_id=2, pad_token_id=0),
         labelled(),
     ),
@@ -150,7 +151,7 @@ TRANSFORMERS: dict[str, Case] = {
     "roberta": Case(hugging("RobertaConfig", "RobertaForMaskedLM", **BERT), labelled()),
     "distilbert": Case(
         hugging("DistilBertConfig", "DistilBertForMaskedLM", vocab_size=VOCABULARY, dim=32, hidden_dim=64,
-                n_layers=3, n_heads=4, max_position_embeddings=40, pad_token_id=0),
+                n_layers=2, n_heads=4, max_position_embeddings=40, pad_token_id=0),
         labelled(),
     ),
     "albert": Case(
@@ -171,7 +172,7 @@ TRANSFORMERS: dict[str, Case] = {
     ),
     "vit": Case(
         hugging("ViTConfig", "ViTForImageClassification", hidden_size=32, intermediate_size=64,
-                num_hidden_layers=3, num_attention_heads=4, image_size=16, patch_size=4),
+                num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4),
         images(), first_mean,
     ),
     "convnext": Case(
@@ -185,14 +186,14 @@ TRANSFORMERS: dict[str, Case] = {
         images(), first_mean,
     ),
     "wav2vec2": Case(
-        hugging("Wav2Vec2Config", "Wav2Vec2Model", hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+        hugging("Wav2Vec2Config", "Wav2Vec2Model", hidden_size=32, intermediate_size=64, num_hidden_layers=2,
                 num_attention_heads=4, conv_dim=(16, 16), conv_stride=(5, 2), conv_kernel=(10, 3),
                 num_feat_extract_layers=2, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
                 layerdrop=0.0, mask_time_prob=0.0, mask_feature_prob=0.0),
         lambda: ((), {"input_values": torch.randn(2, 400)}, None), first_mean,
     ),
     "dinov2": Case(
-        hugging("Dinov2Config", "Dinov2ForImageClassification", hidden_size=32, num_hidden_layers=3,
+        hugging("Dinov2Config", "Dinov2ForImageClassification", hidden_size=32, num_hidden_layers=2,
                 num_attention_heads=4, mlp_ratio=2, image_size=16, patch_size=4),
         images(), first_mean,
     ),
