@@ -172,6 +172,7 @@ def test_two_by_two_by_two_clips_trains_and_saves_as_one_process(folder: Path) -
             assert torch.equal(tensor, merged[name]), name
         for record in records:
             assert record["differ"] == []
+            assert record["moved"] == list(record["state"])
             for name, tensor in record["state"].items():
                 assert torch.equal(tensor, cut(name, state[name], record["number"])), name
 

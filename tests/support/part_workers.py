@@ -279,17 +279,18 @@ def cube(rank: int, folder: str) -> list[dict[str, Any]]:
         found["state"] = {name: _whole(tensor) for name, tensor in pipeline.state_dict().items()}
         found["number"] = mesh.get_local_rank("tp")
         pipeline.save_merged(f"{folder}/{dim}.safetensors")
-        again = compiled(mesh, sharded(mesh["tp"].get_group(), seed=4))
-        later = torch.optim.AdamW(list(again.parameters()), lr=0.5)
-        again.load(f"{folder}/{dim}", later)
-        for on, steps in ((pipeline, optimizer), (again, later)):
+        ends = []
+        for steps in (optimizer, torch.optim.AdamW(list(pipeline.parameters()), lr=0.5)):
+            if steps is not optimizer:  # from weights that went on, and without a state
+                pipeline.load(f"{folder}/{dim}", steps)
             x, y = (t.chunk(2)[mesh.get_local_rank(dim)] for t in batch(3, 2))
             steps.zero_grad()
-            on.step(x, target=y)
+            pipeline.step(x, target=y)
             steps.step()
-        one, other = ({n: _whole(t) for n, t in p.state_dict().items()} for p in (pipeline, again))
-        found["differ"] = [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]
+            ends.append({name: _whole(tensor) for name, tensor in pipeline.state_dict().items()})
+        one, other = ends
+        found["differ"] = [n for n, tensor in one.items() if not torch.equal(tensor, other[n])]
+        found["moved"] = [n for n, tensor in one.items() if not torch.equal(tensor, found["state"][n])]
         pipeline.close()
-        again.close()
         records.append(found)
     return records
