@@ -39,6 +39,7 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
+# tests start hundreds of processes: what one of them compiled, the next ones read
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: gpu-check release-check demo test test-compatible lint docs models kill fuzz prove install wheel clean
