@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import multiprocessing.forkserver
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -19,6 +21,7 @@ from hypothesis import settings
 from tests.support.places import DATA, GOLDEN, ROOT
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+LOCK = "ZBCOMPILE_TESTS_LOCK"
 _COMPILING = pytest.StashKey["subprocess.Popen[bytes]"]()
 WAITING = (
     "tests/runtime/",
@@ -37,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Where several processes will test, have the planner's kernels compiled beside them, once for all.
+    """Where several processes will test, have the planner's kernels compiled, once for all, as they collect.
 
     A shell starts what runs in its background with Ctrl-C ignored: the tests of interrupts need it back.
     """
@@ -45,7 +48,19 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         command = [sys.executable, "-c", "from tests.support.planner_cases import compile_kernels as c; c()"]
-        config.stash[_COMPILING] = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+        lock, os.environ[LOCK] = tempfile.mkstemp(prefix="zbcompile-tests-")
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held until the process that it is passed to ends
+        config.stash[_COMPILING] = subprocess.Popen(
+            command, cwd=ROOT, stderr=subprocess.DEVNULL, pass_fds=[lock]
+        )
+        os.close(lock)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Wait until the kernels are compiled: all that plan would else compile them at the same time."""
+    if hasattr(session.config, "workerinput"):
+        with open(os.environ[LOCK]) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -54,6 +69,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if compiling is not None:
         compiling.kill()
         compiling.wait()
+        os.unlink(os.environ[LOCK])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,6 +18,7 @@ from zbcompile.planner.plan import plan
 from zbcompile.schedule.costs import Link, Profile, StageCost
 from zbcompile.schedule.ir import Action, Placement
 from zbcompile.schedule.least_memory import least_headroom
+from zbcompile.schedule.microbatches import MicrobatchCost
 from zbcompile.schedule.problem import Problem
 
 PEER = json.loads((DATA / "peer_schedules.json").read_text())["runs"]
@@ -133,7 +134,9 @@ def v_problem(p: int, m: int, cap: int, latency: int = 754) -> Problem:
 
 def compile_kernels() -> None:
     """Plan what needs most of the search's kernels, so that numba's cache has them; no limit counts that."""
-    plan(v_problem(3, 9, 3 * 34), level=1, time_limit_s=1.0)
+    alike = v_problem(3, 9, 3 * 34)
+    for problem in (alike, alike.with_(microbatch_costs=tuple(map(MicrobatchCost.of, range(1, 10))))):
+        plan(problem, level=1, time_limit_s=1.0)
 
 
 def peer_problem(p: int, m: int, name: str, objective: str) -> tuple[Problem, int]:
