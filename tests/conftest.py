@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Wait until the kernels are compiled: all that plan would else compile them at the same time."""
-    if hasattr(session.config, "workerinput"):
+    if hasattr(session.config, "workerinput") and LOCK in os.environ:
         with open(os.environ[LOCK]) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
 

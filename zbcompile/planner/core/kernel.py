@@ -135,14 +135,8 @@ def _evaluate_line(t: Any, offsets: Vector, line: Vector) -> int:
     line
         All codes in a row.
     """
-    S, p, m, scratch, ends, limits = (
-        t.num_stages,
-        t.num_ranks,
-        t.num_microbatches,
-        t.scratch,
-        t.ends,
-        t.limits,
-    )
+    S, p, m = t.num_stages, t.num_ranks, t.num_microbatches
+    scratch, ends, limits = t.scratch, t.ends, t.limits
     total = offsets[p]
     late, clock, place, counts, trail = 0, p, 2 * p, 4 * p, 4 * p + 2 * S
     gaps = trail + total

@@ -17,12 +17,12 @@ _ROUNDS = 64
 
 @jit
 def random_bits(cells: Vector, row: int) -> int:
-    """Return the next number of a 32-bit xorshift sequence, whose state is the first element of a row."""
-    x: int = cells[row, 0]
+    """Return the next number of a 32-bit xorshift sequence, whose state is the element `RANDOM` of a row."""
+    x: int = cells[row, at.RANDOM]
     x ^= (x << 13) & 0xFFFFFFFF
     x ^= x >> 17
     x ^= (x << 5) & 0xFFFFFFFF
-    cells[row, 0] = x
+    cells[row, at.RANDOM] = x
     return x
 
 

@@ -141,8 +141,9 @@ def changed(setting: Setting, instance: Instance, room: int, rng: random.Random)
 def _varied(recipe: Recipe, instance: Instance, rng: random.Random) -> Recipe:
     """Return a recipe with its rule, its share, or one of the limits that it has changed."""
     most, half = instance.num_stages * instance.num_microbatches + 1, max(instance.weight) // 2
-    free = recipe.rule != IN_TURN
-    what = rng.choices(range(5), (25 * bool(recipe.on_rank), 4 * bool(recipe.idle), 2 * free, 5, 5 * free))[0]
+    chooses = recipe.rule != IN_TURN
+    often = (25 * bool(recipe.on_rank), 4 * bool(recipe.idle), 2 * chooses, 5, 5 * chooses)
+    what = rng.choices(range(5), often)[0]
     if what == 0:
         return replace(recipe, on_rank=_shifted(recipe.on_rank or (), 1, most, rng))
     if what == 1:
