@@ -26,7 +26,7 @@ from torch.utils import checkpoint
 from zbcompile.errors import CaptureError
 from zbcompile.passes.kernel_strides import strides_of
 from zbcompile.passes.provenance import caller_source
-from zbcompile.runtime.signals import deferred_signals
+from zbcompile.signals import deferred_signals
 
 __all__ = [
     "CHECKPOINT",

@@ -21,8 +21,8 @@ from torch.fx.node import Argument
 
 from zbcompile.errors import SplitError
 from zbcompile.passes.torch_patches import CHECKPOINT, checkpoint_marked, joint_trace_patched, quiet
-from zbcompile.runtime.signals import deferred_signals
 from zbcompile.runtime.torch_private import module_tables, post_accumulate_hooks, tensor_tables
+from zbcompile.signals import deferred_signals
 
 try:
     from torch._dispatch.python import enable_python_dispatcher

@@ -45,7 +45,7 @@ from zbcompile.passes.capture.state_guards import (
 from zbcompile.passes.capture.trace_guards import TraceGuard
 from zbcompile.passes.capture.with_loss import loss_module, loss_name, result_with_loss, with_loss
 from zbcompile.passes.provenance import MODEL_PREFIX
-from zbcompile.runtime.signals import deferred_signals
+from zbcompile.signals import deferred_signals
 
 __all__ = ["capture", "may_be_read"]
 

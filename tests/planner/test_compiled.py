@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -127,6 +128,20 @@ def test_the_cached_form_of_a_kernel_is_not_that_for_another_constant_of_a_modul
     assert _limited.dispatcher(cache=True)(vector([9])) == 7
     monkeypatch.setattr(limits, "MOST", 8)
     assert _limited.dispatcher(cache=True)(vector([9])) == 8
+
+
+def test_an_interrupt_while_a_kernel_is_loaded_waits_until_it_is_there() -> None:
+    """The best order is rated and written with kernels, and numpy loaded by half cannot be loaded again."""
+    loaded = []
+
+    def load() -> None:
+        signal.raise_signal(signal.SIGINT)
+        loaded.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        compiled.uncounted(load)
+    assert loaded == ["whole"]
+    assert compiled.uncounted(lambda: 5) == 5
 
 
 def test_seconds_of_compiling_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

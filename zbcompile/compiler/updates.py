@@ -14,7 +14,7 @@ from zbcompile.compiler.parts import Parts
 from zbcompile.compiler.update import Asked, Outcome, PostValidation, Update, step_now
 from zbcompile.errors import UsageError
 from zbcompile.runtime.group import PipelineGroup
-from zbcompile.runtime.signals import deferred_signals
+from zbcompile.signals import deferred_signals
 
 __all__ = ["Updates"]
 

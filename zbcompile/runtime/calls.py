@@ -25,8 +25,8 @@ from typing import Protocol
 
 from zbcompile.errors import PipelineError, ZBCompileError
 from zbcompile.runtime.meetings import Meetings
-from zbcompile.runtime.signals import deferred_signals
 from zbcompile.runtime.watchdog import Ended, Watchdog, shielded
+from zbcompile.signals import deferred_signals
 
 __all__ = ["Call", "DistributedCall", "DistributedCalls", "LocalCall"]
 

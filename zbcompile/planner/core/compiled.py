@@ -9,6 +9,7 @@ them. Searches take the seconds that this costs off their clocks, and those of i
 from __future__ import annotations
 
 import functools
+import signal
 import threading
 import time
 import types
@@ -16,6 +17,8 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from zbcompile.signals import deferred_signals
 
 __all__ = [
     "MakeVector",
@@ -69,10 +72,14 @@ class SearchClock:
 
 
 def uncounted(make: Callable[[], Any]) -> Any:
-    """Return what ``make`` returns; no limit counts the seconds."""
+    """Return what ``make`` returns; no limit counts the seconds.
+
+    Ctrl-C is raised when it is done: a package that was loaded by half is of no use to what comes after.
+    """
     began = time.monotonic()
     try:
-        return make()
+        with deferred_signals(signal.SIGINT):
+            return make()
     finally:
         _Spent.seconds += time.monotonic() - began
 
