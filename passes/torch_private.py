@@ -31,6 +31,7 @@ try:
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx import traceback as fx_traceback
+    from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 except ImportError as error:  # pragma: no cover
@@ -44,6 +45,7 @@ __all__ = [
     "ChangeCarriesGradient",
     "FakeTensor",
     "JointGraph",
+    "LazyGraphModule",
     "OpOverload",
     "RegionCall",
     "TorchDispatchMode",
@@ -55,6 +57,7 @@ __all__ = [
     "assigned_buffers",
     "backward_hooks",
     "backward_pre_hooks",
+    "call_of",
     "checkpoint_marked",
     "ctc_gradient",
     "ctc_losses",
@@ -109,6 +112,12 @@ assert_later: Callable[..., None] = torch._assert_async
 
 LINALG_CHECK = torch.fx.node.has_side_effect(torch.ops.aten._linalg_check_errors.default)
 """Raises for a singular matrix; has no result, and dead code elimination keeps it."""
+
+
+def call_of(module: GraphModule) -> Callable[..., Any]:
+    """Return what runs a graph; the code of a lazy one is written now."""
+    LazyGraphModule.force_recompile(module)
+    return module.forward
 
 
 _HooksOf = Callable[[Any], Mapping[int, object] | None]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from zbcompile.passes.live_objects import live_objects
+from zbcompile.passes.live_objects import live_instances
 
 __all__ = ["caches_kept"]
 
@@ -30,7 +30,7 @@ def caches_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        for cache in [found for found in live_objects() if type(found) is _CACHE]:
+        for cache in live_instances(_CACHE):
             if cache.cache_info().currsize and _may_have_tables(cache) and _holds_traced(cache):
                 cache.cache_clear()
 

@@ -26,6 +26,7 @@ from zbcompile.passes.partition.call_costs import call_counts, work_on
 from zbcompile.passes.partition.cut_points import CallOrder, CutPoint, call_order
 from zbcompile.passes.partition.cuts import balanced_cuts, named_cuts
 from zbcompile.passes.provenance import module_path_of, source_of
+from zbcompile.passes.torch_private import LazyGraphModule
 from zbcompile.schedule.devices import Device
 
 __all__ = ["Policy", "StageSource", "Wire", "legal_cuts", "partition"]
@@ -260,4 +261,4 @@ class _Pieces:
             if node in calls:
                 values[node] = graph.node_copy(node, lambda n: values[n])
         graph.output(tuple(values[node] for node in outputs))
-        return GraphModule(self.captured.module, graph)
+        return LazyGraphModule(self.captured.module, graph)

@@ -79,9 +79,9 @@ def compile_graph(stage: StageGraphs, name: str, backend: str, skip: Collection[
     """
     module: GraphModule = getattr(stage.graphs, name)
     if backend == "eager":
-        return (module if WRITE_IN_PLACE in skip else written_in_place(module)).forward
+        return torch_private.call_of(module if WRITE_IN_PLACE in skip else written_in_place(module))
     if not any(node.op == "call_function" for node in module.graph.nodes):
-        return module.forward
+        return torch_private.call_of(module)
     try:
         return torch_private.inductor_compile(module)
     except Exception as error:

@@ -21,7 +21,7 @@ from torch.fx.graph import CodeGen
 from zbcompile.passes.nodes import is_getitem
 from zbcompile.passes.provenance import with_provenance
 from zbcompile.passes.split.save_set import leaves
-from zbcompile.passes.torch_private import LINALG_CHECK
+from zbcompile.passes.torch_private import LINALG_CHECK, LazyGraphModule
 
 __all__ = ["boxed"]
 
@@ -93,7 +93,7 @@ def boxed(
             results.append(values[node])
     graph.output(tuple(results))
     graph.set_codegen(_Boxed())
-    return GraphModule(module, graph, class_name=name)
+    return LazyGraphModule(module, graph, class_name=name)
 
 
 def _checks(graph: Graph, calls: Collection[Node]) -> set[Node]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zbcompile
-from zbcompile.passes.live_objects import live_objects
+from zbcompile.passes.live_objects import live_instances, live_objects
 
 
 class Table:
@@ -31,6 +31,7 @@ def frozen() -> Iterator[Table]:
 def test_frozen_objects_are_found_and_stay_frozen(frozen: Table) -> None:
     before = gc.get_freeze_count()
     assert any(found is frozen for found in live_objects())
+    assert live_instances(Table) == [frozen]
     assert gc.get_freeze_count() >= before
     assert all(found is not frozen for found in gc.get_objects())
 
