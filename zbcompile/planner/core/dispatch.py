@@ -57,7 +57,8 @@ class Recipe:
     on_rank
         The same per rank, for all of its stages together.
     idle
-        Idle time in ns per rank, between its first and last action, before W's fill every gap.
+        Idle time in ns per rank, between its first and last action, before W's fill every gap in which it
+        would become the rank that has been idle for longest.
     patience
         Longest wait in ns per rank for a B that is on its way where an F could start. 0 where left out.
     """

@@ -167,10 +167,13 @@ def _look_in_order(
         else:
             forward, soonest = -1, arrival
     if weight >= 0:
-        gap, idle = soonest - free, 0
-        if state[4 * p + r] > 0:
+        gap = soonest - free
+        fills = soonest == FAR or gap * 100 >= share * lengths[weight]
+        if not fills and state[4 * p + r] > 0:
             idle = state[5 * p + r] + gap
-        fills = soonest == FAR or gap * 100 >= share * lengths[weight] or idle > limits[S + p + r]
+            fills = idle > limits[S + p + r]
+            for q in range(p):
+                fills = fills and idle > state[5 * p + q]
         if gap > 0 and (starved or fills):
             state[r] = free + lengths[weight]
             state[p + r] = weight

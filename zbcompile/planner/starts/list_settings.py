@@ -200,10 +200,14 @@ def published_settings(instance: Instance, name: str, codes: Codes) -> Iterator[
 
 
 def less_idle(setting: Setting, instance: Instance, value: int) -> Iterator[Setting]:
-    """Yield a setting of that value with less idle time allowed before W's fill every gap."""
+    """Yield a setting of that value with less idle time allowed before W's fill every gap, first with none.
+
+    With none a rank fills its gap wherever it would be the one that has been idle for longest, as in the
+    greedy search of arXiv 2401.10241 (section 6).
+    """
     step = max(1, max(instance.weight) // 8)
-    for k in range(_STEPS):
-        idle = tuple(max(0, value - instance.work(r) - k * step) for r in range(instance.num_ranks))
+    for less in (value, *(k * step for k in range(1, _STEPS))):
+        idle = tuple(max(0, value - instance.work(r) - less) for r in range(instance.num_ranks))
         yield Setting(
             setting.name,
             Recipe(setting.recipe.rule, setting.recipe.share, idle=idle),
