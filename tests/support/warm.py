@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 
+import ortools.sat.python.cp_model  # noqa: F401 - ranks that plan need it
 import torch
 
 import zbcompile
@@ -27,7 +28,7 @@ def _compile_once() -> None:
 torch.set_num_threads(1)
 with torch.random.fork_rng(devices=[]):
     _compile_once()
-    compile_kernels()  # loads numba, the solver and the search's kernels
+    compile_kernels()  # loads numba and the search's kernels
     for name in ("gpt2", "llama"):
         MODELS[name]()  # loads what transformers loads late
 threads = len(os.listdir("/proc/self/task"))
