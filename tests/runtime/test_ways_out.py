@@ -14,6 +14,7 @@ from tests.support.ways_out import (
     LIMIT_S,
     RANKS,
     SCENES,
+    SIZES,
     Seen,
     batch,
     build_all,
@@ -24,6 +25,7 @@ from tests.support.ways_out import (
     otherwise,
     play,
 )
+from zbcompile.compiler import compiled
 from zbcompile.errors import PipelineError, UsageError
 from zbcompile.runtime.launch import spawn
 
@@ -224,7 +226,7 @@ def test_evaluations_of_many_sizes_are_right_and_a_few_stay_compiled(played: Fou
     model = make_model().eval()
     for record in records:
         assert [s.kind for s in record["seen"]] == [""] * len(record["rows"]), record["seen"]
-        assert record["kept"] == 8
+        assert record["kept"] == len(SIZES) - 1
         assert (record["empty"].kind, "the batch is empty" in record["empty"].text) == ("UsageError", True)
     for rows, seen in zip(records[3]["rows"], records[3]["seen"], strict=True):
         torch.testing.assert_close(seen.value, model(batch(1, rows)[0]))
@@ -301,9 +303,11 @@ def test_in_one_process_a_failed_step_leaves_nothing_and_the_next_one_runs() -> 
         torch.testing.assert_close(parameter.grad, wanted[name])
     with pytest.raises(UsageError, match="the batch is empty"):
         pipeline.eval(x[:0])
-    for rows in range(4, 40, 4):
-        pipeline.eval(x[:1].expand(rows, -1))
-    assert len(pipeline._ready()._evaluations) == 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "MAX_EVALUATIONS", len(SIZES) - 1)
+        for rows in SIZES:
+            pipeline.eval(x[:1].expand(rows, -1))
+    assert len(pipeline._ready()._evaluations) == len(SIZES) - 1
     pipeline.close()
     with pytest.raises(UsageError, match="the pipeline is closed"):
         pipeline.step(x, target=y)

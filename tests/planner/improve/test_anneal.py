@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.support.places import DATA
 from tests.support.planner_cases import PEER, random_placement, random_problem, v_problem
+from zbcompile.planner.core import compiled
 from zbcompile.planner.core.instance import BW, B, Codes, Instance, W
 from zbcompile.planner.core.kernel import stays_legal
 from zbcompile.planner.core.scorer import Scorer
@@ -102,7 +103,14 @@ class Changed:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_what_is_timed_anew_equals_the_whole_clock(seed: int) -> None:
-    """Of changes kept and taken back: score, objective, every wait."""
+    """In plain Python: compiling these kernels one by one takes longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "can_compile", lambda: False)
+        time_changes_anew(seed)
+
+
+def time_changes_anew(seed: int) -> None:
+    """Compare, of changes kept and taken back, score, objective, and every wait."""
     rng = random.Random(seed)
     ranks = rng.randint(1, 4)
     placement = random_placement(rng, ranks)
