@@ -21,6 +21,7 @@ from hypothesis import settings
 from tests.support.places import DATA, GOLDEN, ROOT
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # copies of a process with more threads would hang
 LOCK = "ZBCOMPILE_TESTS_LOCK"
 _COMPILING = pytest.StashKey["subprocess.Popen[bytes]"]()
 WAITING = (
