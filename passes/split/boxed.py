@@ -46,7 +46,8 @@ def boxed(
 ) -> GraphModule:
     """Return the calls between ``arguments`` and ``outputs`` in their original order.
 
-    Checks of their results that raise (a singular matrix) are among them.
+    Checks of their results that raise (a singular matrix) are among them. Code is written when it is run: a
+    backend writes its own.
 
     Parameters
     ----------

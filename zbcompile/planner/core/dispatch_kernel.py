@@ -169,11 +169,11 @@ def _look_in_order(
     if weight >= 0:
         gap = soonest - free
         fills = soonest == FAR or gap * 100 >= share * lengths[weight]
-        if not fills and state[4 * p + r] > 0:
-            idle = state[5 * p + r] + gap
-            fills = idle > limits[S + p + r]
+        longest = limits[S + p + r]
+        if longest < FAR and not fills and state[4 * p + r] > 0:
             for q in range(p):
-                fills = fills and idle > state[5 * p + q]
+                longest = max(longest, state[5 * p + q])
+            fills = state[5 * p + r] + gap > longest
         if gap > 0 and (starved or fills):
             state[r] = free + lengths[weight]
             state[p + r] = weight
