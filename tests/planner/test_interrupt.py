@@ -68,3 +68,19 @@ def test_an_interrupted_plan_is_written_and_legal(tmp_path: Path) -> None:
     assert process.returncode == 130, rest
     assert "Traceback" not in rest
     assert main(["check", str(out)]) == 0
+
+
+@pytest.mark.parametrize("words", [(), ("--transport", "each")])
+def test_a_comparison_of_plans_that_were_cut_short_is_not_printed(
+    words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text(profile_json.dumps(PROFILE))
+    given = ["compare", str(profile), "--cap", str(CAP), "--microbatches", "16", "--time-limit", "60", *words]
+    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    assert main(given) == 130
+    timer.join()
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "compare: interrupted" in shown.err

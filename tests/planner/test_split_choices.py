@@ -64,14 +64,14 @@ def test_every_row_obeys_its_rule_and_ours_is_no_longer() -> None:
 
 def test_a_shorter_row_is_ours_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search that ends early must not lose to a choice that stands beside it."""
-    problem, plan = two_ranks(saving=2, travel=5), split_choices_module.plan
+    problem, plan = two_ranks(saving=2, travel=5), split_choices_module.plan_whole
 
     def hurried(given: Problem, **options: Any) -> Solution:
         if options["fuse"] is Fusing.AUTO:
             options["without"] = {name for name in NAMES if name not in ("classic", "one_at_a_time")}
         return plan(given, **options)
 
-    monkeypatch.setattr(split_choices_module, "plan", hurried)
+    monkeypatch.setattr(split_choices_module, "plan_whole", hurried)
     for table in split_choices(problem, level=1, seconds_per_row=60):
         check_table(table)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zbcompile.errors import CheckError, InfeasibleError, UsageError
 from zbcompile.planner.core.instance import to_schedule
-from zbcompile.planner.plan import plan
+from zbcompile.planner.plan import plan_whole
 from zbcompile.planner.starts.classic import orders_for
 from zbcompile.schedule.ir import Placement
 from zbcompile.schedule.limits import MOST_COMPARED_STAGES, check_plannable, check_seed
@@ -106,6 +106,8 @@ def compare(
     ------
     InfeasibleError
         No order of the problem fits under its caps.
+    KeyboardInterrupt
+        Ctrl-C in one of the plans.
     UsageError
         The time limit is negative, or there are more than `MOST_COMPARED_STAGES` stages.
     """
@@ -127,7 +129,7 @@ def compare(
         return problem.with_(placement=placement, profile=on_ranks(as_profiled, placement, speeds))
 
     problem = placed(problem.placement)
-    own = plan(problem, time_limit_s=3 * seconds_per_row, seed=seed)
+    own = plan_whole(problem, time_limit_s=3 * seconds_per_row, seed=seed)
     timeline = simulate(own.schedule, problem)
     rows = [
         Comparison(
@@ -161,7 +163,7 @@ def _published(problem: Problem, seconds: float, seed: int) -> Iterator[Comparis
         peaks = timeline.peak_bytes
         same = problem.with_(caps=peaks)
         try:
-            ours = plan(same, time_limit_s=seconds, seed=seed).certificate
+            ours = plan_whole(same, time_limit_s=seconds, seed=seed).certificate
         except InfeasibleError:
             continue
         yield Comparison(

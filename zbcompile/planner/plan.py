@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from zbcompile.errors import InfeasibleError, UsageError
 from zbcompile.planner.assignments import fixed
@@ -25,7 +26,7 @@ from zbcompile.schedule.solution import Solution
 MOST_LEVEL = 10_000
 """Most that can be asked for: a day's worth."""
 
-__all__ = ["MOST_LEVEL", "PartRun", "Progress", "plan", "quick_value"]
+__all__ = ["MOST_LEVEL", "PartRun", "Progress", "plan", "plan_whole", "quick_value"]
 
 
 def plan(
@@ -101,6 +102,23 @@ def plan(
         except InfeasibleError:  # under any numbering: it is said of the ranks as given
             pass
     return _plan(problem, options, time_limit_s, observer, variants)
+
+
+def plan_whole(problem: Problem, **options: Any) -> Solution:
+    """Plan as `plan` does, for a comparison: what Ctrl-C cut short cannot be held against whole plans.
+
+    ``options``: those of `plan`, but for the observer.
+
+    Raises
+    ------
+    KeyboardInterrupt
+        Ctrl-C.
+    """
+    reports: list[Progress] = []
+    found = plan(problem, **options, observer=reports.append)
+    if any(report.interrupted for report in reports):
+        raise KeyboardInterrupt
+    return found
 
 
 def _plan(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from zbcompile.errors import CheckError, InfeasibleError, NoOrderError, UsageError
 from zbcompile.planner.core.instance import Codes, Fusing, Instance, is_chain, to_codes, to_schedule
 from zbcompile.planner.improve.row_changes import fuse_range, split_here
-from zbcompile.planner.plan import plan
+from zbcompile.planner.plan import plan_whole
 from zbcompile.planner.split_reasons import RankReason, check_explainable, rank_reasons
 from zbcompile.planner.starts.fused_patterns import some_by_rule
 from zbcompile.schedule.check import checked_times
@@ -106,6 +106,8 @@ def split_choices(
 
     Raises
     ------
+    KeyboardInterrupt
+        Ctrl-C in one of the plans.
     UsageError
         Microbatches differ in cost, or the problem is too large to plan or to say why for every rank.
     """
@@ -134,7 +136,7 @@ def _table(problem: Problem, seconds: float, seed: int, level: int | None) -> Sp
     def planned(name: str, fusing: Fusing) -> SplitRow:
         nonlocal bound
         try:
-            found = plan(problem, time_limit_s=seconds, seed=seed, fuse=fusing, level=level)
+            found = plan_whole(problem, time_limit_s=seconds, seed=seed, fuse=fusing, level=level)
         except (InfeasibleError, NoOrderError) as error:
             return SplitRow(name, why_not=str(error))
         if fusing is Fusing.AUTO:
