@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.planner.starts.test_classic import paper_problem
 from tests.support.planner_cases import random_placement, random_problem
 from zbcompile.planner.bounds.analytic import best_bound
 from zbcompile.planner.core.dispatch import ALTERNATE, Dispatcher, Recipe
 from zbcompile.planner.core.instance import Codes, Instance, to_codes, to_schedule
 from zbcompile.planner.core.score import evaluate, fits
+from zbcompile.planner.core.scorer import Scorer
 from zbcompile.planner.starts.initial import one_at_a_time
+from zbcompile.planner.starts.list_settings import in_order_settings
 from zbcompile.schedule.check import check
 from zbcompile.schedule.costs import Profile, StageCost
 from zbcompile.schedule.memory import memory_peaks
@@ -100,6 +104,20 @@ def test_a_list_schedule_meets_the_bound_at_cap_p() -> None:
     codes = list_schedule(instance, limits, 100, (bound - instance.work(0),) * 16)
     assert codes is not None
     assert evaluate(instance, codes) == (bound, bound)
+
+
+@pytest.mark.parametrize("row", range(1, 6))
+def test_the_f_s_that_the_warm_up_bound_counts_meet_it(paper_profiles: dict[str, Any], row: int) -> None:
+    """Published profiles at cap 2p, all but 1.5B m=24: one of the first settings is as short as the bound."""
+    problem = paper_problem(paper_profiles["configs"][row], 2)
+    instance, bound = Instance.of(problem), best_bound(problem)
+    assert bound.method == "warmup"
+    dispatcher, scorer = Dispatcher(instance), Scorer(instance)
+    scores = (
+        dispatcher.score(setting.keys(instance), setting.recipe, scorer)
+        for setting in in_order_settings(instance, bound.value_ns)
+    )
+    assert min(score[0] for score in scores if score) == bound.value_ns
 
 
 def test_weights_larger_than_saved_bytes_do_not_lock_up() -> None:

@@ -17,7 +17,7 @@ from zbcompile.planner.bounds.bound import Bound
 from zbcompile.planner.core.instance import Instance, is_chain
 from zbcompile.planner.core.paths import Paths
 
-__all__ = ["warmup_bounds"]
+__all__ = ["warmup_bounds", "warmup_forwards"]
 
 Step = tuple[int, int, int, int, int]
 """(rank, least s, F's before B(1), idle ns, idle ns allowed)."""
@@ -46,6 +46,29 @@ def warmup_bounds(instance: Instance, paths: Paths) -> Iterator[Bound]:
             low = middle
     steps = [list(step) for step in _reached(instance, needed, high - 1)[1]]
     yield Bound(high, "warmup", instance.objective, {"steps_one_ns_below": steps})
+
+
+def warmup_forwards(instance: Instance, paths: Paths, value: int) -> tuple[int, ...] | None:
+    """Return the F's before B(1) on every rank of a chain that the bound counts for an order of some value.
+
+    Parameters
+    ----------
+    instance
+        What is planned.
+    paths
+        Its longest paths.
+    value
+        The value in ns that the order shall have.
+
+    Returns
+    -------
+    tuple of int, or None
+        ``None`` where ranks have several stages, and if no order is so short.
+    """
+    if not is_chain(instance):
+        return None
+    reached, steps = _reached(instance, _needed(instance, paths), value)
+    return tuple(step[2] for step in reversed(steps)) if reached else None
 
 
 def _needed(instance: Instance, paths: Paths) -> list[int]:

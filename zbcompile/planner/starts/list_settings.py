@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from zbcompile.planner.bounds.warmup import warmup_forwards
 from zbcompile.planner.core.dispatch import ALTERNATE, B_FIRST, IN_TURN, Recipe
 from zbcompile.planner.core.instance import BW, B, Codes, F, Instance, numbered
 from zbcompile.planner.core.paths import Paths
@@ -94,7 +95,7 @@ def is_looped(instance: Instance) -> bool:
 def in_order_settings(instance: Instance, target: int) -> Iterator[Setting]:
     """Yield settings for stages in order, idle no longer than a value of ``target`` ns allows.
 
-    As many microbatches are in flight as fill the round trip, or one fewer, or one more.
+    As many microbatches are in flight as the warm-up bound counts, or fill the round trip, one more or fewer.
     """
     paths = Paths.of(instance)
     idle = tuple(target - instance.work(r) for r in range(instance.num_ranks))
@@ -102,9 +103,9 @@ def in_order_settings(instance: Instance, target: int) -> Iterator[Setting]:
         -(-paths.f_to_b(stages[0], stages[0]) // max(1, sum(instance.forward[s] for s in stages)))
         for stages in instance.stages_of
     ]
+    around = [tuple(max(1, count + more) for count in base) for more in (-1, 0, 1)]
     for share in _SHARES:
-        for more in (-1, 0, 1):
-            limits = (max(1, count + more) for count in base)
+        for limits in filter(None, (warmup_forwards(instance, paths, target), *around)):
             forwards = tuple(c * len(stages) for c, stages in zip(limits, instance.stages_of, strict=True))
             recipe = Recipe(ALTERNATE, share, on_rank=forwards, idle=idle)
             yield Setting("", recipe, (1,) * instance.num_microbatches)
