@@ -52,7 +52,7 @@ def test_the_wheel_holds_every_module_and_mark(wheel: zipfile.ZipFile) -> None:
 
 def test_the_wheel_names_its_command_and_licence(wheel: zipfile.ZipFile) -> None:
     info = {Path(name).name: name for name in wheel.namelist() if ".dist-info/" in name}
-    assert "zbcompile = zbcompile.cli.main:main" in wheel.read(info["entry_points.txt"]).decode()
+    assert "zbcompile = zbcompile.__main__:main" in wheel.read(info["entry_points.txt"]).decode()
     metadata = wheel.read(info["METADATA"]).decode()
     assert "License-Expression: Apache-2.0" in metadata
     assert f"Version: {PROJECT['project']['version']}" in metadata

@@ -624,6 +624,23 @@ def test_options_about_costs_need_costs(capsys, tmp_path: Path) -> None:
         assert f"{words[0]} needs costs" in err
 
 
+LOADED_BY_HALF = """
+import sys
+import zbcompile.__main__ as command
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "zbcompile.cli.main":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+sys.exit(command.main())
+"""
+
+
+def test_an_interrupt_while_the_command_line_is_loaded_has_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED_BY_HALF], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "zbcompile: interrupted\n")
+
+
 IMPORTS = """
 import sys
 from zbcompile.cli.main import main
