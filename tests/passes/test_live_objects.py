@@ -11,11 +11,19 @@ import torch
 from torch import Tensor, nn
 
 import zbcompile
-from zbcompile.passes.live_objects import live_instances, live_objects
+from zbcompile.passes.live_objects import live_instances
 
 
 class Table:
     """Something that only the collector can tell of."""
+
+
+class LongTable(Table):
+    """Another class of it."""
+
+
+class LongestTable(LongTable):
+    """And one of that."""
 
 
 @pytest.fixture
@@ -30,7 +38,6 @@ def frozen() -> Iterator[Table]:
 
 def test_frozen_objects_are_found_and_stay_frozen(frozen: Table) -> None:
     before = gc.get_freeze_count()
-    assert any(found is frozen for found in live_objects())
     assert live_instances(Table) == [frozen]
     assert gc.get_freeze_count() >= before
     assert all(found is not frozen for found in gc.get_objects())
@@ -38,8 +45,16 @@ def test_frozen_objects_are_found_and_stay_frozen(frozen: Table) -> None:
 
 def test_nothing_is_frozen_that_was_not() -> None:
     assert gc.get_freeze_count() == 0
-    assert live_objects()
+    assert not live_instances(Table)
     assert gc.get_freeze_count() == 0
+
+
+def test_objects_of_classes_that_inherit_are_found_too() -> None:
+    held = [Table(), LongTable(), LongestTable(), LongestTable()]
+    found = live_instances(Table)
+    assert len(found) == len(held)
+    assert {id(one) for one in found} == {id(one) for one in held}
+    assert {type(one) for one in live_instances(LongTable)} == {LongTable, LongestTable}
 
 
 @functools.lru_cache

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from zbcompile.errors import UsageError
 from zbcompile.options import CompileOptions
 from zbcompile.passes import torch_private
-from zbcompile.passes.live_objects import live_objects
+from zbcompile.passes.live_objects import live_instances
 from zbcompile.passes.split.staged_model import StagedModel
 from zbcompile.runtime.channels.sharded import ShardedStages
 from zbcompile.runtime.gradients import tied_holders
@@ -163,9 +163,7 @@ def _take_over(parameter: nn.Parameter, part: nn.Parameter) -> None:
 def _refuse_optimizers(replaced: Mapping[str, nn.Parameter]) -> None:
     """Refuse optimizers of parameters that parts take the place of: they would step on what nobody uses."""
     names = {id(parameter): name for name, parameter in replaced.items()}
-    for found in live_objects():
-        if not issubclass(type(found), torch.optim.Optimizer):
-            continue
+    for found in live_instances(torch.optim.Optimizer):
         held = [id(parameter) for group in found.param_groups for parameter in group["params"]]
         name = next((names[key] for key in held if key in names), None)
         if name is not None:

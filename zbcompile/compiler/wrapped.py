@@ -10,7 +10,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from zbcompile.errors import UsageError
-from zbcompile.passes.live_objects import collect_circles, live_objects
+from zbcompile.passes.live_objects import collect_circles, live_instances
 
 __all__ = ["Wrappers"]
 
@@ -36,7 +36,7 @@ class Wrappers:
     def refuse(self, trained: nn.Module) -> None:
         """Refuse a model that is held by one. Raises `UsageError`."""
         if not self._has_looked:
-            self._found.update(_all_there_are())
+            self._found.update(live_instances(DistributedDataParallel))
             self._has_looked = True
         if not _holding(self._found, trained):
             return
@@ -46,13 +46,6 @@ class Wrappers:
                 "DistributedDataParallel holds the model, and would sum no gradient of a step",
                 fix="leave it out, and give compile(mesh=) a mesh with a dimension dp",
             )
-
-
-def _all_there_are() -> list[DistributedDataParallel]:
-    # There are a million objects, and few classes.
-    found = live_objects()
-    classes = {c for c in set(map(type, found)) if issubclass(c, DistributedDataParallel)}
-    return [o for o in found if type(o) in classes] if classes else []
 
 
 def _holding(found: Iterable[DistributedDataParallel], trained: nn.Module) -> bool:
