@@ -66,6 +66,27 @@ def test_placement_auto_gives_the_slow_rank_the_light_stage(capsys, tmp_path: Pa
     assert schedule_json.loads(out).schedule.placement == Placement((2, 0, 1))
 
 
+@pytest.mark.parametrize("stated", [False, True])
+def test_how_gradients_are_summed_and_kept_is_planned_for_with_the_cuts(
+    capsys, tmp_path: Path, stated: bool
+) -> None:
+    piece = StageCost(3000, 3000, 2000, 5000, 1024, 512, static_bytes=1000, gradient_bytes=400)
+    asked = {"accumulate": "memory", "kept_gradients": True} if stated else {}
+    path = tmp_path / "pieces.json"
+    path.write_text(profile_json.dumps(ProfileFile(Profile((piece,) * 9), num_microbatches=4, **asked)))
+    options = () if stated else ("--accumulate", "memory", "--kept-gradients")
+    words = ("plan", path, "--stages", 3, "--time-limit", 0.5, "--quiet", *options, "--cap")
+    plan = tmp_path / "plan.json"
+    assert run(capsys, *words, 8000, "-o", plan)[0] == 0
+    problem = schedule_json.loads(plan.read_text()).problem
+    assert (problem.accumulate, problem.kept_gradients) == ("memory", True)
+    assert run(capsys, "check", plan, "--certificate")[0] == 0
+    code, _, talk = run(capsys, *words, 7000)  # without a second set of gradients 3 x (1000 + 1024) would fit
+    assert code == 1
+    assert "no cut fits" in talk
+    assert "7272" in talk
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

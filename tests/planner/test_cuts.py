@@ -118,6 +118,40 @@ def test_the_loop_finds_the_best_order_of_all_cuts_and_its_certificate_is_derive
     assert judged >= 2
 
 
+def test_gradients_that_are_kept_count_in_the_bound_over_all_cuts() -> None:
+    raised = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        task = random_task(rng)
+        stages = tuple(replace(piece, gradient_bytes=rng.randint(0, 2)) for piece in task.pieces.stages)
+        frame, pieces = task.frame, replace(task.pieces, stages=stages)
+        caps = tuple(None if cap is None else cap + rng.randint(0, 2) for cap in frame.caps)
+        free, kept = (
+            CutProblem.of(
+                pieces,
+                frame.placement,
+                frame.num_microbatches,
+                caps,
+                frame.objective,
+                speeds=task.speeds,
+                kept_gradients=given,
+            )
+            for given in (False, True)
+        )
+        cuts = all_cuts(kept)
+        if not cuts:
+            continue
+        lower, higher = best_cut(free), best_cut(kept)
+        assert lower is not None
+        assert higher is not None
+        raised += lower.bound.value_ns < higher.bound.value_ns
+        assert min(exact_value(kept.problem(sizes)) for sizes in cuts) >= higher.bound.value_ns
+        solution = plan_cuts(kept, level=1)
+        assert solution.problem.kept_gradients
+        assert verify(solution) == []
+    assert raised >= 2
+
+
 def test_a_forged_certificate_is_refused() -> None:
     layer = StageCost.simple(4, 4, 2, 5, 2)
     task = CutProblem.of(Profile((layer,) * 9), Placement.linear(3), 6, 40)

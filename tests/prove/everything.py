@@ -234,9 +234,10 @@ def _with_cuts(rng: random.Random, problem: Problem, profile: Profile, speeds: t
         problem.objective,
         problem.transport,
         speeds,
+        accumulate=problem.accumulate,
+        kept_gradients=problem.kept_gradients,
     )
-    frame = task.frame.with_(accumulate=problem.accumulate, kept_gradients=problem.kept_gradients)
-    return Task(frame, replace(task, frame=frame))
+    return Task(task.frame, task)
 
 
 def attack(task: Task, *, seconds: float = 2.0, exact_s: float = 4.0, seed: int = 0) -> Outcome:

@@ -9,7 +9,7 @@ from zbcompile.errors import UsageError
 from zbcompile.schedule.cuts import CutProblem
 from zbcompile.schedule.ir import PLACEMENTS, Placement
 from zbcompile.schedule.limits import check_pieces, check_plannable
-from zbcompile.schedule.problem import OBJECTIVES, TRANSPORTS
+from zbcompile.schedule.problem import ACCUMULATE, OBJECTIVES, TRANSPORTS
 
 __all__ = ["load_cut_problems"]
 
@@ -46,6 +46,7 @@ def load_cut_problems(arguments: argparse.Namespace) -> list[CutProblem]:
         raise UsageError("one cap for all ranks, or one per rank", needed=ranks, given=len(caps))
     limits = caps * ranks if len(caps) == 1 else caps
     check_pieces(file.profile, costs_where(arguments))
+    kept = arguments.kept_gradients
     tasks = [
         CutProblem.of(
             file.profile,
@@ -55,6 +56,8 @@ def load_cut_problems(arguments: argparse.Namespace) -> list[CutProblem]:
             arguments.objective or file.objective or OBJECTIVES[0],
             arguments.transport or file.transport or TRANSPORTS[0],
             parse_speeds(arguments.rank_speeds, ranks),
+            accumulate=arguments.accumulate or file.accumulate or ACCUMULATE[0],
+            kept_gradients=bool(file.kept_gradients if kept is None else kept),
         )
         for placement in placements
     ]

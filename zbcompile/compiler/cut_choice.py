@@ -41,7 +41,7 @@ class CutChoice:
     ----------
     placement
         Of the stages.
-    num_microbatches, memory_limit, objective, transport, seed
+    num_microbatches, memory_limit, objective, transport, accumulate, kept_gradients, seed
         Of the pipeline.
     speeds
         Of its ranks in millionths; empty: all alike.
@@ -60,6 +60,8 @@ class CutChoice:
     memory_limit: int | tuple[int | None, ...] | None
     objective: str
     transport: str
+    accumulate: str
+    kept_gradients: bool
     seed: int
     speeds: tuple[int, ...]
     device: Device | None
@@ -86,6 +88,8 @@ class CutChoice:
             self.objective,
             self.transport,
             self.speeds,
+            accumulate=self.accumulate,
+            kept_gradients=self.kept_gradients,
         )
         from zbcompile.planner.cuts import quick_cuts
 
@@ -136,6 +140,8 @@ def cut_choice(
         options.memory_limit,
         options.objective,
         options.transport,
+        options.accumulate,
+        options.kept_gradients,
         options.seed,
         options.rank_speeds,
         options.profile if isinstance(options.profile, Device) else None,

@@ -13,7 +13,7 @@ from zbcompile.errors import UsageError
 from zbcompile.schedule.coarsen import joined_edges, joined_stage
 from zbcompile.schedule.costs import Profile
 from zbcompile.schedule.ir import Placement
-from zbcompile.schedule.problem import TRANSPORTS, Problem
+from zbcompile.schedule.problem import ACCUMULATE, TRANSPORTS, Problem
 from zbcompile.schedule.speeds import on_ranks
 
 __all__ = ["CutProblem", "Cuts"]
@@ -101,6 +101,9 @@ class CutProblem:
         objective: str = "span",
         transport: str = TRANSPORTS[0],
         speeds: Sequence[int] = (),
+        *,
+        accumulate: str = ACCUMULATE[0],
+        kept_gradients: bool = False,
     ) -> CutProblem:
         """Build a problem; the arguments are those of `Problem.of`, and speeds in millionths.
 
@@ -117,7 +120,16 @@ class CutProblem:
                 given=stages,
             )
         some = Cuts(pieces, (*(1,) * (stages - 1), count - stages + 1), tuple(speeds)).profile(placement)
-        frame = Problem.of(some, placement, num_microbatches, cap, objective, transport)
+        frame = Problem.of(
+            some,
+            placement,
+            num_microbatches,
+            cap,
+            objective,
+            transport,
+            accumulate=accumulate,
+            kept_gradients=kept_gradients,
+        )
         return CutProblem(pieces, frame, tuple(speeds))
 
     @property

@@ -103,7 +103,9 @@ class Segments:
         self._work = [0, *accumulate(full)]
         self._saved = [0, *accumulate(p.saved_bytes for p in pieces)]
         self._pending = [0, *accumulate(p.saved_for_weight_bytes for p in pieces)]
-        self._static = [0, *accumulate(p.static_bytes for p in pieces)]
+        kept = task.frame.kept_gradients
+        static = (p.static_bytes + (p.gradient_bytes if kept else 0) for p in pieces)
+        self._static = [0, *accumulate(static)]
         self._hops = _least_hops(task)
         self._ways = [0, *accumulate(there + back for there, back in self._hops or ())]
         self._known: dict[Triple, int | None] = {}
@@ -223,7 +225,13 @@ class Segments:
         frame = self.frame
         stage = stage_at(joined_stage(self.task.pieces.stages[first:end]), self.speeds[rank])
         profile = Profile((stage,), overhead_ns=self._extra)
-        alone = Problem.of(profile, Placement((0,)), frame.num_microbatches, (frame.caps[rank],))
+        alone = Problem.of(
+            profile,
+            Placement((0,)),
+            frame.num_microbatches,
+            (frame.caps[rank],),
+            kept_gradients=frame.kept_gradients,
+        )
         instance = Instance.of(alone).relaxed()
         work, known = instance.work(0), self._hops is not None
         trip = instance.forward[0]

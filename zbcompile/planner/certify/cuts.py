@@ -132,7 +132,8 @@ class _Ranks:
 
     def _area(self) -> int:
         """Return bytes times time, from F to B of every piece's stage, over all headroom; 0 without caps."""
-        room = -sum(p.static_bytes for p in self.pieces)
+        kept = self.problem.kept_gradients
+        room = -sum(p.static_bytes + (p.gradient_bytes if kept else 0) for p in self.pieces)
         for cap in self.problem.caps:
             if cap is None:
                 return 0
@@ -236,7 +237,14 @@ class _Ranks:
         edges = tuple(Edge(s, s + 1) for s in range(len(stages) - 1))
         profile = Profile(tuple(stages), edges)
         placement = Placement(tuple(range(len(stages))))
-        chain = Problem(profile, placement, problem.num_microbatches, tuple(caps), problem.objective)
+        chain = Problem(
+            profile,
+            placement,
+            problem.num_microbatches,
+            tuple(caps),
+            problem.objective,
+            kept_gradients=problem.kept_gradients,
+        )
         return Facts(chain), own
 
     def _hop(self, source: int, target: int, num_bytes: int) -> int:
@@ -265,6 +273,7 @@ class _Ranks:
             sum(p.saved_bytes for p in own),
             sum(p.saved_for_weight_bytes for p in own),
             sum(p.static_bytes for p in own),
+            gradient_bytes=sum(p.gradient_bytes for p in own),
             unshard_ns=sum(p.unshard_ns for p in own),
             reduce_ns=sum(p.reduce_ns for p in own),
             update_ns=-(-sum(p.update_ns for p in own) * _AS_PROFILED // speed),
