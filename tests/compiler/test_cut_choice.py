@@ -75,6 +75,41 @@ def test_cuts_are_planned_under_a_limit_that_the_balanced_cut_exceeds() -> None:
         torch.testing.assert_close(grads[name], parameter.grad)
 
 
+class Wave(nn.Module):
+    """A residual block whose activations outweigh its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wave = self.line(x)
+        for _ in range(4):
+            wave = torch.sin(wave) * torch.cos(wave)
+        return x + wave
+
+
+def test_cuts_are_planned_for_what_fits_with_recompute_alone() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(4000, 16), *(Wave() for _ in range(8)))
+    x, y = torch.arange(2048), torch.zeros(2048, 16)
+    limit, seen = 1_030_000, dict[str, Any]()
+
+    def on_three_ranks(**asked: Any) -> zbcompile.pipeline.Pipeline:
+        options: dict[str, Any] = {"loss_fn": nn.functional.mse_loss, "num_microbatches": 4, "profile": CPU}
+        options |= {"placement": "linear", "time_limit": 0.2, "verify": False, "memory_limit": limit}
+        return zbcompile.compile(model, 3, example_args=(x,), example_target=y, **options, **asked)
+
+    with pytest.raises(InfeasibleError):
+        on_three_ranks(cuts="plan", recompute="none")
+    with pytest.raises(InfeasibleError):
+        on_three_ranks(cuts="balance")
+    with on_three_ranks(cuts="plan", observer=seen.__setitem__) as pipeline:
+        pipeline.step(x, target=y)
+        assert "cuts" in seen
+        assert all(peak <= limit for peak in pipeline._compiled.plan.timeline.peak_bytes)
+
+
 def test_pieces_cost_together_what_the_stages_cost() -> None:
     first: dict[str, Any] = {}
     compiled(first, cuts="plan").close()

@@ -19,6 +19,7 @@ from zbcompile.passes.partition.cuts import piece_cuts
 from zbcompile.passes.partition.partition import legal_cuts, partition
 from zbcompile.passes.profile.counted import counted_profile
 from zbcompile.passes.profile.measure import snapshot_bytes
+from zbcompile.passes.split.recompute import AUTO
 from zbcompile.passes.split.split_backward import Recompute, split_backward
 from zbcompile.schedule.costs import Link, Profile
 from zbcompile.schedule.cuts import CutProblem
@@ -49,7 +50,9 @@ class CutChoice:
         That costs are counted for; None: the nominal one, and messages take no time.
     post_validation
         Whether a copy of the weights and the optimizer's state is held, too.
-    recompute, skip
+    levels
+        What stages recompute, as for `split_backward`: the first at which a cut fits counts.
+    skip
         As for `split_backward`.
     observer
         Called with the `Cuts`, by the name ``cuts``.
@@ -66,7 +69,7 @@ class CutChoice:
     speeds: tuple[int, ...]
     device: Device | None
     post_validation: bool
-    recompute: Recompute
+    levels: tuple[Recompute, ...]
     skip: Collection[str]
     observer: Observer
 
@@ -75,9 +78,14 @@ class CutChoice:
 
         Cuts that balance the work are then looked for, and that, or planning, says what is missing.
         """
+        tried = (self._at(captured, level) for level in self.levels)
+        return next((cuts for cuts in tried if cuts is not None), None)
+
+    def _at(self, captured: Captured, level: Recompute) -> Sequence[CutPoint] | None:
+        """Return the cuts for stages at a level of recompute; None as the call."""
         stages = self.placement.num_stages
         most = min(MOST_PIECES, PIECES_PER_STAGE * stages)
-        cuts, pieces = self._pieces(captured, most)
+        cuts, pieces = self._pieces(captured, most, level)
         if pieces.num_stages < stages:
             return None
         task = CutProblem.of(
@@ -100,12 +108,14 @@ class CutChoice:
         self.observer("cuts", task.cuts(sizes))
         return [cuts[end - 1] for end in accumulate(sizes[:-1])]
 
-    def _pieces(self, captured: Captured, most: int) -> tuple[tuple[CutPoint, ...], Profile]:
+    def _pieces(
+        self, captured: Captured, most: int, level: Recompute
+    ) -> tuple[tuple[CutPoint, ...], Profile]:
         """Return the cuts between pieces, and what the pieces cost, counted; the model stays as it is."""
         device, stages = self.device, self.placement.num_stages
         cuts = piece_cuts(legal_cuts(captured, device), most, stages)
         sources = partition(captured, len(cuts) + 1, split_points=lambda legal, count: cuts, device=device)
-        graphs = split_backward(captured, sources, recompute=self.recompute, device=device, skip=self.skip)
+        graphs = split_backward(captured, sources, recompute=level, device=device, skip=self.skip)
         if device is not None:
             pieces = counted_profile(graphs, device)
         else:
@@ -146,7 +156,7 @@ def cut_choice(
         options.rank_speeds,
         options.profile if isinstance(options.profile, Device) else None,
         options.post_validation,
-        "none" if options.recompute == "auto" else options.recompute,
+        ("none", "full") if options.recompute == AUTO else (options.recompute,),
         options.skip,
         observer,
     )
